@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tierstore import _core
+from tierstore.store.native import reads_per_second
 
 Figure = TypeVar("Figure")
 
@@ -61,7 +61,7 @@ class Device:
 
     def reads(self) -> float:
         """Measure the random reads of 4 KiB per second, 128 in flight."""
-        return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
+        return reads_per_second(self.path, _PAGE, 128, min(self.seconds, 1.0))
 
     def sequential_reads(self) -> float:
         """Measure the bytes per second of a read of the whole file, front to back, one read in flight."""
@@ -79,7 +79,7 @@ class Device:
 
         A larger read never brings fewer bytes per second: where noise says so, the figure is raised.
         """
-        rates = [_core.probe_reads(str(self.path), size, in_flight, seconds) for size in _SIZES]
+        rates = [reads_per_second(self.path, size, in_flight, seconds) for size in _SIZES]
         return [
             [size, rate] for size, rate in zip(_SIZES, np.minimum.accumulate(rates).tolist(), strict=True)
         ]

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tierstore import _core
+from tierstore.cache.device import HOST, Bags, InitialValues, LookupArgs, UpdateArgs, build_csr
+from tierstore.optim import RowWiseAdagrad
 
 from ._gpu_sizes import Figures, Sizes, fitting
 
 REPEAT = 10
 _IDS_PER_BAG = 20
-_STEP = {"kind": 1, "lr": 0.01, "eps": 1e-8}  # row-wise Adagrad
+_OPTIMIZER = RowWiseAdagrad(lr=0.01)
 _AHEAD_CYCLES = 100_000_000
 
 
@@ -64,7 +65,7 @@ class Arena:
 
     def fill(self, rows: Any) -> None:
         one = np.ones(1, np.float32)
-        values = _core.InitialValues(
+        values = InitialValues(
             dim=self.sizes.dim, state_floats=1, state_value=0.0, kinds=np.full(1, 2, np.uint8), first=-one,
             second=one, seeds=np.zeros(1, np.uint64),
         )  # fmt: skip
@@ -112,20 +113,20 @@ def bits(sizes: Sizes) -> Figures:
     with Arena(sizes) as arena:
         n = min(arena.count, 4096)
         host = np.zeros((arena.count, arena.row_bytes), np.uint8)
-        twin = _core.HostRows.view(host)
+        twin = HOST.load(host)
         arena.fill(twin)
         same = 0
         for turn in range(REPEAT):
             slots, inverse = arena.slots(n), arena.random.integers(0, n, 4 * n).astype(np.int32)
-            args = _core.LookupArgs(dim=sizes.dim, slots=slots, inverse=inverse)
+            args = LookupArgs(dim=sizes.dim, slots=slots, inverse=inverse)
             out = torch.empty(4 * n, sizes.dim, device="cuda")
             expected = torch.empty(4 * n, sizes.dim)
             arena.rows.lookup_rows(args, out.data_ptr(), sizes.dim)
             twin.lookup_rows(args, expected.data_ptr(), sizes.dim)
-            start, positions = _core.build_csr(inverse, n)
-            update = _core.UpdateArgs(
+            start, positions = build_csr(inverse, n)
+            update = UpdateArgs(
                 dim=sizes.dim, slots=slots, csr_start=start, csr_positions=positions,
-                step=_core.OptimizerStep(**_STEP),
+                step=_OPTIMIZER.step_args(),
             )  # fmt: skip
             arena.rows.update_rows(update, out.data_ptr(), sizes.dim)
             twin.update_rows(update, expected.data_ptr(), sizes.dim)
@@ -167,12 +168,12 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
         rows, dim, n = arena.rows, sizes.dim, min(arena.count, 6 * sizes.batch_size)
         slots, inverse = arena.slots(n), arena.random.permutation(n).astype(np.int32)
         out = torch.empty(n, dim, device="cuda")
-        gather = _core.LookupArgs(dim=dim, slots=slots, inverse=inverse)
+        gather = LookupArgs(dim=dim, slots=slots, inverse=inverse)
         bags, pooled = _bags(n // _IDS_PER_BAG, dim), torch.empty(n // _IDS_PER_BAG, dim, device="cuda")
-        whole = _core.LookupArgs(dim=dim, slots=slots, inverse=inverse[: n // _IDS_PER_BAG * _IDS_PER_BAG])
-        start, positions = _core.build_csr(inverse, n)
-        update = _core.UpdateArgs(
-            dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=_core.OptimizerStep(**_STEP)
+        whole = LookupArgs(dim=dim, slots=slots, inverse=inverse[: n // _IDS_PER_BAG * _IDS_PER_BAG])
+        start, positions = build_csr(inverse, n)
+        update = UpdateArgs(
+            dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=_OPTIMIZER.step_args()
         )
         finish, size = arena.device.synchronize, 4 * dim * n
         at, pooled_at = out.data_ptr(), pooled.data_ptr()
@@ -186,8 +187,8 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
             yield {f"{name}_gb_per_s": rate, f"ratio.{name}_vs_copy": rate / ceiling["copy_gb_per_s"]}
 
 
-def _bags(count: int, dim: int) -> _core.Bags:
-    return _core.Bags(
+def _bags(count: int, dim: int) -> Bags:
+    return Bags(
         offsets=np.arange(count + 1, dtype=np.int64) * _IDS_PER_BAG, bag_start=np.array([0, count]),
         out_offset=np.zeros(1, np.int64), out_stride=np.full(1, dim), modes=np.zeros(1, np.uint8),
     )  # fmt: skip

@@ -119,14 +119,14 @@ def memory_bandwidth(seconds: float) -> float:
 
 def index_rate(seconds: float) -> float:
     """Ids per second that one thread deduplicates, as the planner of a batch does."""
-    from tierstore import _core
+    from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 
     ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
-    tier = _core.Tier(lanes=[[_core.ShareConfig(slots=1 << 17)]], grows=True)
+    tier = MemoryTier("hbm", TierPlan(1 << 17, holds_all=True), 16, "lru", 1)
 
     def plan() -> int:
         unique, inverse = np.unique(ids, return_inverse=True)
-        tier.find(unique)
+        tier.slots_of(unique)
         return len(inverse)
 
     return _rate(plan, seconds)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tierstore import _core, optim
+from tierstore import optim, set_num_threads
+from tierstore.cache.device import HOST, Bags, LookupArgs, UpdateArgs, build_csr, make_batch
 from tierstore.row_format import TABLE_DTYPES, RowFormat
 
 SUMMARY = "milliseconds of lookup and update per batch, beside fbgemm-gpu's and a copy of as many bytes"
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(args.threads)
-    _core.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     rng = np.random.default_rng(0)
     ids = [
         rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling_factor))
@@ -106,7 +107,7 @@ class Ours:
         self.slots = [slot_of[self._rows(self.dedup(batch).unique)] for batch in ids]
         bags = args.tables * args.batch_size
         per_table = np.arange(args.tables, dtype=np.int64)
-        self.bags = _core.Bags(
+        self.bags = Bags(
             offsets=np.arange(bags + 1, dtype=np.int64) * args.pooling_factor,
             bag_start=np.arange(args.tables + 1, dtype=np.int64) * args.batch_size,
             out_offset=per_table * args.dim,
@@ -120,28 +121,28 @@ class Ours:
 
     def dedup(self, ids: np.ndarray) -> Any:
         segments = [(row.ctypes.data, len(row), False, t, self.args.rows, -1) for t, row in enumerate(ids)]
-        return _core.make_batch(segments)[0]
+        return make_batch(segments)[0]
 
     def step(self, index: int) -> dict[str, float]:
         import torch
 
         slots, dim = self.slots[index], self.args.dim
-        rows = _core.HostRows.view(self.arena.view(np.uint8), self.dtype)
+        rows = HOST.load(self.arena.view(np.uint8), self.dtype)
         dedup, batch = timed(lambda: self.dedup(self.ids[index]))
 
         def lookup() -> Any:
             out = torch.empty_like(self.grad)
-            args = _core.LookupArgs(dim=dim, slots=slots, inverse=batch.inverse)
+            args = LookupArgs(dim=dim, slots=slots, inverse=batch.inverse)
             rows.lookup_pooled(args, self.bags, out.data_ptr())
             return out
 
         def update() -> None:
             step, (start, positions) = self.spec.step_args(), csr
-            args = _core.UpdateArgs(dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=step)
+            args = UpdateArgs(dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=step)
             rows.update_pooled(args, self.bags, self.grad.data_ptr())
 
         looked_up, _ = timed(lookup)
-        transposed, csr = timed(lambda: _core.build_csr(batch.inverse, len(slots)))
+        transposed, csr = timed(lambda: build_csr(batch.inverse, len(slots)))
         updated, _ = timed(update)
         gathered, _ = timed(lambda: rows.copy_out(slots, self.copy))
         first = self.arena[: len(slots)].view(np.uint8)

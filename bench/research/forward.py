@@ -2,19 +2,18 @@
 
 "forward" calls come one after another. A "step" also asks for the rows of every feature, goes back, and
 releases the result, so its forward call finds less of its code in the processor's caches.
-Every table is in memory, as small batches are, so that little is left but Python. The time in calls of the
-native core is measured in a run of its own, with a clock around each of them, and is taken off.
+Every table is in memory, as small batches are, so that little is left but Python. The stages of ``stats()``
+are native calls with few steps of Python around them. Their seconds are measured in a run of its own, and are
+taken off. A step's forward call is taken to have the stages of a forward call that no step follows.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from tierstore import (
     TierConfig,
     TieredEmbedding,
     TieredEmbeddingBag,
-    _core,
     optim,
+    set_num_threads,
 )
 from tierstore.result_file import JsonFile
 
@@ -39,6 +38,7 @@ from . import Results, main
 
 _ROWS = 1000
 _BATCHES = 100
+_STAGES = ("announce", "plan", "fetch", "move", "wait", "compute")
 
 Case = tuple[nn.Module, list[tuple[Any, ...]], Callable[[Any], Sequence[Tensor]]]
 """A module, the arguments of its forward calls, and the tensors that a call's result is made of."""
@@ -55,32 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     torch.set_num_threads(1)
-    _core.set_num_threads(1)
+    set_num_threads(1)
     figures: dict[str, float] = {}
     for name, case in _cases(args):
         module, calls, tensors_of = case
         _Pass(module, calls, tensors_of, backward=True).measure(1)  # fills the tables
         module.train(not args.eval)
+        called = module
         if args.compiled and not isinstance(module, _Empty):
-            module = torch.compile(module, fullgraph=True, backend=args.compiled)
-        one = _Pass(module, calls, tensors_of, backward=not args.eval)
+            called = torch.compile(module, fullgraph=True, backend=args.compiled)
+        one = _Pass(called, calls, tensors_of, backward=not args.eval)
         one.measure(2)  # compiles
         whole = one.measure(args.rounds)
-        with _clock() as clock:
-            native = one.measure(args.rounds, clock)
+        stages = dict.fromkeys(whole, 0.0)
+        if not isinstance(module, _Empty):
+            stages = one.stage_seconds(args.rounds, module)
         for key, seconds in whole.items():
             figures[f"{name} {key} us"] = 1e6 * seconds
-            figures[f"{name} {key} python us"] = 1e6 * (seconds - native[key])
+            figures[f"{name} {key} python us"] = 1e6 * (seconds - stages[key])
         print(name, file=sys.stderr, flush=True)
     return figures, {"options": {key: str(value) for key, value in vars(args).items()}}
-
-
-class _Clock:
-    """Nanoseconds in calls of the native core."""
-
-    def __init__(self) -> None:
-        self.ns = 0
-        self.calls = 0
 
 
 class _Pass:
@@ -100,45 +94,56 @@ class _Pass:
             "step": self._step,
         }
 
-    def measure(self, rounds: int, clock: _Clock | None = None) -> dict[str, float]:
-        """Return seconds per pass: the mean over batches of a batch's best pass. With a ``clock`` they are of
-        native calls alone."""
-        read = time.perf_counter_ns if clock is None else lambda: clock.ns
+    def measure(self, rounds: int) -> dict[str, float]:
+        """Return seconds per pass: the mean over batches of a batch's best pass."""
         return {
-            name: 1e-9 * np.array([self._round(one, read) for _ in range(rounds)]).min(axis=0).mean()
+            name: 1e-9 * float(np.array([self._round(one) for _ in range(rounds)]).min(axis=0).mean())
             for name, one in self._figures.items()
         }
 
-    def _round(self, one: Callable[[Any, Callable[[], int]], int], read: Callable[[], int]) -> list[int]:
+    def stage_seconds(self, rounds: int, module: Any) -> Mapping[str, float]:
+        """Return the seconds per pass that ``stats()`` of ``module`` has for its stages: the best round's."""
+        found: dict[str, float] = {}
+        for name in ("forward", "step"):
+            seconds = []
+            for _ in range(rounds):
+                module.reset_stats()
+                self._round(self._figures[name])
+                stats = module.stats()
+                seconds.append(sum(stats[f"{stage}_seconds"] for stage in _STAGES) / len(self._calls))
+            found[name] = min(seconds)
+        return {**found, "step's forward": found["forward"]}
+
+    def _round(self, one: Callable[[Any], int]) -> list[int]:
         gc.disable()
         with torch.set_grad_enabled(self._backward):
-            found = [one(tuple(map(_fresh, call)), read) for call in self._calls]
+            found = [one(tuple(map(_fresh, call))) for call in self._calls]
         gc.enable()
         return found
 
-    def _forward(self, call: Any, read: Callable[[], int]) -> int:
-        begin = read()
+    def _forward(self, call: Any) -> int:
+        begin = time.perf_counter_ns()
         result = self._module(*call)  # noqa: F841  # released behind the clock
-        return read() - begin
+        return time.perf_counter_ns() - begin
 
-    def _forward_of_step(self, call: Any, read: Callable[[], int]) -> int:
-        begin = read()
+    def _forward_of_step(self, call: Any) -> int:
+        begin = time.perf_counter_ns()
         result = self._module(*call)
-        passed = read() - begin
+        passed = time.perf_counter_ns() - begin
         tensors = self._tensors_of(result)
         self._go_back(tensors, [torch.ones_like(one) for one in tensors])
         return passed
 
-    def _step(self, call: Any, read: Callable[[], int]) -> int:
-        begin = read()
+    def _step(self, call: Any) -> int:
+        begin = time.perf_counter_ns()
         result = self._module(*call)
         tensors = self._tensors_of(result)
-        passed = read() - begin
+        passed = time.perf_counter_ns() - begin
         grads = [torch.ones_like(one) for one in tensors]
-        begin = read()
+        begin = time.perf_counter_ns()
         self._go_back(tensors, grads)
         del result, tensors
-        return passed + read() - begin
+        return passed + time.perf_counter_ns() - begin
 
     def _go_back(self, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         if self._backward:
@@ -150,37 +155,6 @@ def _fresh(given: Any) -> Any:
     if not isinstance(given, KeyedJaggedTensor):
         return given
     return KeyedJaggedTensor(given.keys(), given.values(), lengths=given.lengths())
-
-
-@contextmanager
-def _clock() -> Iterator[_Clock]:
-    """Time all calls of the native core in the block."""
-    clock, replaced = _Clock(), []
-    for owner in [_core, *(one for one in vars(_core).values() if inspect.isclass(one))]:
-        for name, call in list(vars(owner).items()):
-            if inspect.isclass(call) or isinstance(call, staticmethod) or not callable(call):
-                continue
-            if name.startswith("__") and name != "__init__":
-                continue
-            replaced.append((owner, name, call))
-            setattr(owner, name, _timed(call, clock))
-    try:
-        yield clock
-    finally:
-        for owner, name, call in replaced:
-            setattr(owner, name, call)
-
-
-def _timed(call: Callable[..., Any], clock: _Clock) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter_ns()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            clock.ns += time.perf_counter_ns() - begin
-            clock.calls += 1
-
-    return timed
 
 
 class _Empty(nn.Module):

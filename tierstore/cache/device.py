@@ -13,12 +13,40 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs, UpdateRounding
+from tierstore._core import (
+    Bags,
+    HostRows,
+    InitialValues,
+    LookupArgs,
+    RowCodec,
+    UpdateArgs,
+    UpdateRounding,
+    build_csr,
+    make_batch,
+)
 from tierstore.cache.tiers.sizes import memory_limit
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Devices, what their calls take, and what makes it out of ids.
+__all__ = [
+    "HOST",
+    "OPENERS",
+    "Bags",
+    "Device",
+    "DeviceRows",
+    "HostDevice",
+    "InitialValues",
+    "LookupArgs",
+    "RowCodec",
+    "UpdateArgs",
+    "UpdateRounding",
+    "build_csr",
+    "make_batch",
+    "open_device",
+]
 
 Slots = NDArray[np.int32]
 

@@ -100,6 +100,14 @@ def files_of(path: Path, further: Sequence[Path]) -> _core.Env:
     return _core.StripedEnv([(_core.posix_env(folder), folder) for folder in folders])
 
 
+def reads_per_second(path: Path, block_bytes: int, in_flight: int, seconds: float) -> float:
+    """Measure random direct reads of ``block_bytes`` from a file, ``in_flight`` at a time, for ``seconds``.
+
+    The store reads in the same way. Raises ``OSError``.
+    """
+    return _core.probe_reads(str(path), block_bytes, in_flight, seconds)
+
+
 class NativeStore:
     """A :class:`~tierstore.store.protocol.RowStore` over segments of records and an index in memory.
 
