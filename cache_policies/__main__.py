@@ -1,6 +1,6 @@
 """``python -m cache_policies NAME ...`` checks policies by name, or by ``module:Class``.
 
-It says what each policy does wrong, if anything; the exit status is then 1.
+The command says what each policy does wrong, if anything; the exit status is then 1.
 """
 
 from __future__ import annotations

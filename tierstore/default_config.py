@@ -16,8 +16,9 @@ _chosen: list[TierConfig] = []
 def set_default_config(config: TierConfig | None) -> None:
     """Give all tables that are built without a ``config`` from now on this one; None takes it back.
 
-    It precedes the environment variables ``TIERSTORE_HBM``, ``TIERSTORE_UVM``, ``TIERSTORE_SSD`` and
-    ``TIERSTORE_PATH``. Tables that exist stay as they are. Raises ConfigError for anything else.
+    The configuration precedes the environment variables ``TIERSTORE_HBM``, ``TIERSTORE_UVM``,
+    ``TIERSTORE_SSD`` and ``TIERSTORE_PATH``. Tables that exist stay as they are. Raises ConfigError for
+    anything else.
     """
     if config is not None and not isinstance(config, TierConfig):
         raise ConfigError(f"config is {config!r}; give a tierstore.TierConfig, or None to have none")

@@ -1,7 +1,7 @@
 """What rounds of reading ahead cost the drives, how long windows are, and which memory reading ahead gets.
 
 Reading ahead goes round the places of a store's rows, and reads at each place what the batches of a horizon
-lack there (docs/design.md). It reads on over a gap that costs less than another read. An automatic window
+lack there (docs/design.md). A read goes on over a gap that costs less than another read. An automatic window
 ends where its batches have taken what the rows leave that it asks for at once. The runtime and the planner
 choose by this model.
 """
@@ -139,7 +139,7 @@ def read_bytes(record: int) -> int:
 def merged_reads(gap: float, rows: float, record: int, stored: float) -> tuple[float, float]:
     """Return the (requests, bytes) of a round's reads, which go on over ``gap`` bytes at most.
 
-    It reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
+    The round reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
     """
     block = read_bytes(record)
     # Places are random, so distances between neighbours are distributed exponentially. A read goes on to the

@@ -217,8 +217,8 @@ class TierGroup:
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)
 
     def _find_victims(self, plan: _core.Plan, pinned_since: int, stop: Callable[[], bool] | None) -> None:
-        """Choose victims. It waits without ``residency_lock``: until the rows move, they are found where they
-        were."""
+        """Choose victims. The call waits without ``residency_lock``: until the rows move, they are found
+        where they were."""
         since, seq = pinned_since, plan.now
         while True:
             with self.residency_lock, self.stats.stage("plan_seconds"):
@@ -354,7 +354,8 @@ class TierGroup:
     # -- rows that were changed -----------------------------------------------------------
 
     def mark_updated(self, pinned: TierRows) -> None:
-        """Note that the pinned rows were changed. This needs no lock, since pinned rows stay where they are.
+        """Note that the pinned rows were changed. The call needs no lock, since pinned rows stay where they
+        are.
 
         Raises ``ClosedError`` when the change would be lost.
         """

@@ -181,8 +181,8 @@ def _keys_tier(request: TierRequest) -> Tier | None:
 class KeysEngine(Engine):
     """An engine without rows: lookups are planned in its tiers, and nothing else is done with them.
 
-    Modules of the tables call ``lookup`` and ``mark_updated`` of the groups. It has no store of its own, so
-    nothing is committed, and ``stats()["store"]`` is None. ``config.device`` is left out of account.
+    Modules of the tables call ``lookup`` and ``mark_updated`` of the groups. The engine has no store of its
+    own, so nothing is committed, and ``stats()["store"]`` is None. ``config.device`` is left out of account.
     """
 
     def _open_tiers(self, at: int | str, undo: ExitStack) -> None:

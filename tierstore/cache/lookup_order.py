@@ -27,8 +27,8 @@ _WAIT_SECONDS = 0.05  # a waiting thread looks this often for releases that did 
 
 
 class LookupOrder:
-    """The lookups of one group, by number. It is thread-safe. On-demand lookups between planned batches may
-    share a number."""
+    """The lookups of one group, by number. The object is thread-safe. On-demand lookups between planned
+    batches may share a number."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -22,7 +22,8 @@ def warns_of_loss(owner: object, path: str, groups: Sequence[TierGroup]) -> weak
     """Return a finalizer that warns when uncommitted rows of the store at ``path`` are dropped; "" stands for
     a temporary store.
 
-    It runs when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was called.
+    The warning runs when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was
+    called.
     """
     return weakref.finalize(owner, _warn, path, groups, os.getpid())
 

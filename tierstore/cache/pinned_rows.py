@@ -92,7 +92,8 @@ class TierRows(Rows):
 
 
 class ResidentRows(TierRows):
-    """Rows of a tier that no row ever leaves. They need no pin, so a dropped lookup leaves nothing behind."""
+    """Rows of a tier that no row ever leaves. Such rows need no pin, so a dropped lookup leaves nothing
+    behind."""
 
     def __init__(self, group: Owner, batch: _core.Batch, found: _core.ResidentRows, rows: DeviceRows) -> None:
         self.group, self.batch = group, batch

@@ -1,9 +1,9 @@
 """How many bytes reading ahead takes with ``TierConfig(read_ahead="auto")``, chosen while training.
 
-The bytes could be a memory tier's instead. They are divided so that the drives have least to do: a longer
-round brings more rows per request, and more memory misses fewer rows. How many rows a batch lacks is counted,
-and the live curves say how many fewer it would lack with more memory. All of that depends on the batches
-alone, so a training chooses the same sizes whenever it is run.
+The bytes could be a memory tier's instead. The bytes are divided so that the drives have least to do: a
+longer round brings more rows per request, and more memory misses fewer rows. How many rows a batch lacks is
+counted, and the live curves say how many fewer it would lack with more memory. All of that depends on the
+batches alone, so a training chooses the same sizes whenever it is run.
 """
 
 from __future__ import annotations

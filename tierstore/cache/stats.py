@@ -55,8 +55,8 @@ class TierCounters:
 
 @dataclass
 class GroupCounters:
-    """All counters of a group. They are plain attributes; only the planner writes them, unless a counter says
-    otherwise."""
+    """All counters of a group. Counters are plain attributes; only the planner writes them, unless a counter
+    says otherwise."""
 
     lookups: int = 0
     initialised_rows: int = 0

@@ -115,8 +115,8 @@ class StorageWriter(_Storage, storage.StorageWriter):
     """Storage for ``dcp.save(state, storage_writer=StorageWriter(path, model, step=n),
     planner=JsonSavePlanner())``.
 
-    It commits the stores of ``model`` with the files that it writes, and then removes the checkpoint before.
-    A model that is not sharded must be in one process. All ranks must see ``path``.
+    The writer commits the stores of ``model`` with the files that it writes, and then removes the checkpoint
+    before. A model that is not sharded must be in one process. All ranks must see ``path``.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, *, step: int = 0) -> None:

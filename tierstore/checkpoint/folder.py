@@ -51,7 +51,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Unit:
-    """One checkpoint's files. It is whole if every store has a commit with its :attr:`tag`."""
+    """One checkpoint's files. The unit is whole if every store has a commit with its :attr:`tag`."""
 
     path: Path
     number: int

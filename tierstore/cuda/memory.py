@@ -211,7 +211,7 @@ class Blocks:
         return block
 
     def give(self, block: Block) -> None:
-        """Let others take the block once its last operation is done. It takes no lock."""
+        """Let others take the block once its last operation is done. The call takes no lock."""
         self._given.append(block)
 
     @property

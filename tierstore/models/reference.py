@@ -85,8 +85,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one sum per row, ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``, in plain torch
     operations.
 
-    It takes parameters (rows, dim) with dense gradients, or sparse gradients, of which it touches the named
-    rows.
+    The optimizer takes parameters (rows, dim) with dense gradients, or sparse gradients, of which it touches
+    the named rows.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, eps: float = 1e-8) -> None:

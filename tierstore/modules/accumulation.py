@@ -36,9 +36,9 @@ logger = logging.getLogger("tierstore")
 def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]:
     """Collect the gradients of the block's backward passes, and update the rows once, at its end.
 
-    The update is that of one batch with the examples of all passes. It has the same bits if the gradients of
-    the lookups' outputs have: divide the loss of each of k passes by k, as for dense parameters. A table that
-    a pass looks up several times is updated once, too, as in torch.
+    The update is that of one batch with the examples of all passes. The update has the same bits if the
+    gradients of the lookups' outputs have: divide the loss of each of k passes by k, as for dense parameters.
+    A table that a pass looks up several times is updated once, too, as in torch.
 
     The block yields a torch optimizer of the rows: ``step()`` updates them now, ``zero_grad()`` drops the
     kept gradients, ``parameters()`` has a tensor per module whose gradient is the norm of the gradients of
@@ -79,7 +79,7 @@ class _Kept:
 class Accumulation(AppliedOptimizer):
     """An optimizer of a model's rows that updates them at ``step()``; see :func:`accumulate`.
 
-    It uses the hyperparameters of the modules' ``fused_optimizer``.
+    The update uses the hyperparameters of the modules' ``fused_optimizer``.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then leaves dividing and skipping to step()

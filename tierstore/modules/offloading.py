@@ -51,7 +51,7 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
     """The tiered modules that were put in, by their path in the model. They share one engine, with all
     budgets.
 
-    It is a context manager, whose end closes it and commits if the configuration names a path.
+    The object is a context manager, whose end closes it and commits if the configuration names a path.
     """
 
     def __init__(self, engine: Engine, modules: dict[str, TieredModule]) -> None:

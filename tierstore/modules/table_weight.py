@@ -42,10 +42,10 @@ class WeightHolder(Protocol):
 class TableWeight:
     """The weights (num_embeddings, embedding_dim) of a table whose rows are in tiers.
 
-    It has the shape, dtype and device of a tensor. ``weight[ids]``, tensors' methods and torch's functions
-    read copies of rows; ``weight[ids] = rows`` and ``weight.copy_(rows)`` write rows. Raises ConfigError
-    where a tensor would have a gradient, and for changes in place; InputError where all rows are asked of a
-    table that is too large for one tensor.
+    The object has the shape, dtype and device of a tensor. ``weight[ids]``, tensors' methods and torch's
+    functions read copies of rows; ``weight[ids] = rows`` and ``weight.copy_(rows)`` write rows. Raises
+    ConfigError where a tensor would have a gradient, and for changes in place; InputError where all rows are
+    asked of a table that is too large for one tensor.
     """
 
     grad = None

@@ -219,7 +219,7 @@ _rows_left_out = ThreadFlag()
 class HasWeight(nn.Module):
     """A module of one table, which is ``weight`` in its state dict.
 
-    It has ``rows``, ``optimizer_rows`` and ``load_rows``.
+    The module has ``rows``, ``optimizer_rows`` and ``load_rows``.
     """
 
     @property
@@ -243,8 +243,8 @@ class HasWeight(nn.Module):
     def show_parameter(self, trained: bool, device: str) -> ShownParameter:
         """Add a parameter without rows, ``tiered_weight``, on the tables' device, and return where it is.
 
-        It says whether the table is trained, and it shows what code does to all parameters of a model:
-        freezing, wrapping, applying optimizers. No state dict has it."""
+        The parameter says whether the table is trained, and it shows what code does to all parameters of a
+        model: freezing, wrapping, applying optimizers. No state dict has it."""
         empty = torch.empty(0, self.table.embedding_dim, device=device)
         parameter = nn.Parameter(empty, requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
@@ -308,8 +308,8 @@ class HasWeight(nn.Module):
 class ShownParameter:
     """The parameter that stands for the table of ``holder``.
 
-    It keeps no reference to the holder: a module of one table is its own holder, and tables end with the last
-    reference of their user."""
+    The parameter keeps no reference to the holder: a module of one table is its own holder, and tables end
+    with the last reference of their user."""
 
     __slots__ = ("_first", "_holder", "_parameters")
 

@@ -224,8 +224,8 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
 def machines_of(job: Job, dense_bytes: int, device: str | None = None) -> Topology:
     """Return the machines of a job: its budgets, and what its ranks need beside them.
 
-    ``device``: the job's if None. ``dense_bytes``: of what is no table. They are not in the budget of "hbm",
-    unless ``device`` is "cuda" and its memory is the budget.
+    ``device``: the job's if None. ``dense_bytes``: of what is no table. These bytes are not in the budget of
+    "hbm", unless ``device`` is "cuda" and its memory is the budget.
     """
     ranks, staging = job.ranks_per_host, RANK_BUFFERS + max(_STAGING, job.read_ahead_bytes or 0)
     # The store's index, rows read ahead and a rank's buffers are no part of uvm (docs/design.md).

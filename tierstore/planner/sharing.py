@@ -52,7 +52,7 @@ def _missed_by_both(caches: Allocation, groups: NDArray[np.int64], held: FloatAr
     """Return the misses per unique row of each shard where host memory holds other rows than ``held``.
 
     A row that comes to host memory has lost the count of its uses, so the row that came first leaves first.
-    It stays as long as rows of the other shards. A row that the batches use at a rate r is used within t
+    The row stays as long as rows of the other shards. A row that the batches use at a rate r is used within t
     batches with probability 1 - exp(-r·t) (Che, Tung and Wang, "Hierarchical Web caching systems", JSAC
     2002). A curve of misses says of how many rows the rate is which: its slope.
     """

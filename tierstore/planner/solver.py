@@ -47,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Everything that was decided, for reports and tests. It fits if ``caches.missing`` is empty.
+    """Everything that was decided, for reports and tests. The solution fits if ``caches.missing`` is empty.
 
     ``missed``: what shards miss of device memory, and of device and host memory, per unique row.
     """

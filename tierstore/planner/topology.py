@@ -200,7 +200,7 @@ class Topology:
     def round_seconds(self, rows: float, record: int, stored: float) -> float:
         """Return the seconds of the drives for one round of reading ahead.
 
-        It reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
+        The batch reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
         """
         block = read_bytes(record)
         small, large = self.read_seconds(block), self.read_seconds(MERGED_READ_BYTES)

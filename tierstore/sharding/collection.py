@@ -160,7 +160,7 @@ class ShardedCollection(Collection):
         an ``extra`` it commits nothing, since the extra would not fit later rows.
 
         While an error is handled (in a ``finally`` or ``except``) it commits nothing either and does not
-        wait. It tells the other ranks that this rank has stopped, and they raise RankError.
+        wait. The rank tells the other ranks that this rank has stopped, and they raise RankError.
 
         At a StoreFullError, which all ranks raise, the tables of all ranks stay open: give room
         (``set_ssd``) on the ranks that it names and close again on all, or use ``commit=False``.

@@ -20,9 +20,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     """Maps a KeyedJaggedTensor of this rank's part of the batch to a KeyedTensor, with the tables of all
     ranks.
 
-    It equals an EmbeddingBagCollection of the whole batch (the ranks' parts one after another), with every
-    gradient divided by the number of ranks. All ranks make it, and call forward and backward, in the same
-    order.
+    The collection equals an EmbeddingBagCollection of the whole batch (the ranks' parts one after another),
+    with every gradient divided by the number of ranks. All ranks make it, and call forward and backward, in
+    the same order.
 
     Args:
         tables, is_weighted: as for EmbeddingBagCollection, the same on all ranks.

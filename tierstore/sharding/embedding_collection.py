@@ -20,9 +20,9 @@ from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 class ShardedEmbeddingCollection(ShardedCollection):
     """Maps a KeyedJaggedTensor of this rank's part of the batch to its rows, with the tables of all ranks.
 
-    It equals an EmbeddingCollection of the whole batch (feature by feature the ranks' parts one after
-    another), with every gradient divided by the number of ranks. All ranks make it, and call forward and
-    backward, in the same order.
+    The collection equals an EmbeddingCollection of the whole batch (feature by feature the ranks' parts one
+    after another), with every gradient divided by the number of ranks. All ranks make it, and call forward
+    and backward, in the same order.
 
     Args:
         tables, need_indices: as for EmbeddingCollection, the same on all ranks.
@@ -65,7 +65,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """Return for every feature its rows, (ids, dim) float32, with the lengths of its bags.
 
-        Both are of this rank's part of the batch. Raises InputError on all ranks if one has a wrong input.
+        Both results are of this rank's part of the batch. Raises InputError on all ranks if one has a wrong
+        input.
         """
         keyed, rows = as_keyed_jagged_tensor(features), self.lookups.rows(self, features)
         device = self.engine.device_name

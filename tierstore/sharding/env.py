@@ -47,9 +47,9 @@ class Traffic:
 @dataclass(frozen=True)
 class ShardingEnv:
     """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups of tensors in host memory: ids, which the
-    host plans, agreements, and vectors of tables on the CPU. They are separate groups, so that an exchange of
-    ids made ahead never mixes with exchanges of forward and backward passes. Vectors of tables on GPUs have
-    an NCCL group (``gpus``).
+    host plans, agreements, and vectors of tables on the CPU. ``inputs`` and ``outputs`` are separate groups,
+    so that an exchange of ids made ahead never mixes with exchanges of forward and backward passes. Vectors
+    of tables on GPUs have an NCCL group (``gpus``).
 
     Make one with :meth:`from_process_group`; all ranks call it.
     """

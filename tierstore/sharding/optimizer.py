@@ -23,8 +23,8 @@ class KeyedFusedOptimizer(AppliedOptimizer):
     """A KeyedOptimizer, as torchrec calls it: ``params``, ``state`` and ``state_dict()`` go by weight names.
 
     The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (those of
-    each collection) are read at every backward pass. It can be combined with the optimizer of the dense
-    parameters, also by torchrec's CombinedOptimizer (``CombinedOptimizer([("", dmp.fused_optimizer),
+    each collection) are read at every backward pass. The optimizer can be combined with the optimizer of the
+    dense parameters, also by torchrec's CombinedOptimizer (``CombinedOptimizer([("", dmp.fused_optimizer),
     ...])``).
 
     ``params``: name → tensor without data, of the table's shape.

@@ -33,8 +33,8 @@ _SUMS = ("rows", "disk_bytes", "live_bytes", "index_bytes")
 def open_tables(path: str | os.PathLike[str]) -> StoredTables:
     """Open the last commit of all ranks in ``path`` (that of ``TierConfig.path``), to read its whole tables.
 
-    It needs no ranks and no model, and changes nothing: ``path`` may be read-only. All ranks' folders must be
-    there. Raises ``StoreMismatchError`` for a folder without such a commit, or that lacks a rank,
+    The call needs no ranks and no model, and changes nothing: ``path`` may be read-only. All ranks' folders
+    must be there. Raises ``StoreMismatchError`` for a folder without such a commit, or that lacks a rank,
     ``StoreLockedError`` while the training runs, ``StoreCorruptError`` for damage.
     """
     return StoredTables(Path(path))
@@ -162,7 +162,7 @@ class _Table:
 class StoredTables:
     """Whole tables of a sharded training, as of its last commit of all ranks; make it by :func:`open_tables`.
 
-    A context manager. It is a store to be exported, too: ``tables``, ``count``, ``scan``.
+    A context manager. The object is a store to be exported, too: ``tables``, ``count``, ``scan``.
     """
 
     def __init__(self, path: Path) -> None:

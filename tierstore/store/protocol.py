@@ -204,7 +204,7 @@ class RowStore(Protocol):
         ...
 
     def compact(self) -> None:
-        """Win back the space of superseded rows, as far as kept commits allow it. This takes long."""
+        """Win back the space of superseded rows, as far as kept commits allow it. The call takes long."""
         ...
 
     def meta(self) -> bytes:

@@ -39,7 +39,7 @@ class TraceRecorder:
     hash of table and id, with all of their uses (SHARDS): the recorded trace has the full trace's miss
     ratios, at caches ``rate`` times the size. Ids are copied by ``record``; a thread of low priority samples
     and writes. ``compress`` makes the file a fifth to a third smaller, and the thread's work ten times as
-    much. It is a context manager.
+    much. The recorder is a context manager.
     """
 
     def __init__(

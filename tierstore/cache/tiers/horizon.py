@@ -1,7 +1,7 @@
 """Which announced lookups reading ahead reads rows for, and how many rounds it should have made by now.
 
 The *horizon* is the lookups from the one that is planned now to the last one whose rows are read when a round
-comes by. It grows until its rows fill the room, and moves on with every lookup that begins.
+comes by. The horizon grows until its rows fill the room, and moves on with every lookup that begins.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Tier(Protocol):
 
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that an automatic window of ``rows`` distinct rows may take of this tier's memory
-        for rows read ahead. It raises nothing."""
+        for rows read ahead. The call raises nothing."""
         return 0
 
     def grant_window(self, size: int) -> None:
