@@ -111,7 +111,7 @@ def batches(exponent: float) -> Iterator[tierstore.KeyedJaggedTensor]:
 
 
 def figures(module: tierstore.EmbeddingBagCollection) -> np.ndarray:
-    """Rows that the first tier lacked, and the store's requests and bytes."""
+    """Rows that the fast tier lacked, and the store's requests and bytes."""
     store = module.engine.store.stats()
     return np.array([module.engine.stats()["tiers"]["ssd"]["rows"], store.read_requests, store.read_bytes])
 

@@ -298,7 +298,7 @@ class UseDivision:
     # -- tables --------------------------------------------------------------------------------
 
     def _sharing(self, group: DividedGroup) -> list[tuple[int, int]]:
-        """Return (index, rows) of the tables that share slots of the first tier."""
+        """Return (index, rows) of the tables that share slots of the fast tier."""
         return [(t, self._rows[t]) for t in group.tables if group.fast.plan.share_of(t) is None]
 
     def _use(self, group: DividedGroup) -> Use:

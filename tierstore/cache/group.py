@@ -59,7 +59,7 @@ class TierGroup:
         self.device = tiers[0].plan.device
         self.stack = TierStack(name, tiers)
         self.order = LookupOrder()
-        # Where no row leaves the first tier, and none comes from below, nobody asks when rows are used.
+        # Where no row leaves the fast tier, and none comes from below, nobody asks when rows are used.
         self.window = _core.Window(knows_uses=self.fast.plan.evicts or bool(self.stack.lower))
         self.curves = LiveCurves(tables)
         self.residency_lock = lock
@@ -100,7 +100,7 @@ class TierGroup:
         return batch
 
     def lookup(self, batch: _core.Batch) -> TierRows:
-        """Bring the rows into the first tier now. A signal that raises meanwhile leaves all rows as before or
+        """Bring the rows into the fast tier now. A signal that raises meanwhile leaves all rows as before or
         after it."""
         if self.resident is not None and not self.stats.has_plans_ahead:
             self.check_open()
@@ -144,7 +144,7 @@ class TierGroup:
         announced: bool = False,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """Bring the rows into the first tier and pin them.
+        """Bring the rows into the fast tier and pin them.
 
         Rows used by lookups from ``pinned_since`` on stay. If room is short, the plan waits for further
         releases, and at last uses overflow slots. Raises the tiers' errors; then nothing has changed.
@@ -196,7 +196,7 @@ class TierGroup:
             raise
 
     def _adding(self, missing: Keys) -> AbstractContextManager[None]:
-        """Return a context in which ``missing`` may be added to the first tier."""
+        """Return a context in which ``missing`` may be added to the fast tier."""
         if self.resident is None or not len(missing):
             return nullcontext()
         return self.resident.adding()
@@ -268,7 +268,7 @@ class TierGroup:
         self.stack.restore(every, missing, plan.now)
 
     def _hand_down(self, departures: _core.Departures, seq: int) -> None:
-        """Give rows that leave the first tier to the tier under it."""
+        """Give rows that leave the fast tier to the tier under it."""
         # A row that was stored and then stays does no harm; in an exclusive tier the row would exist twice.
         slots, keys, dirty, next_use = departures
         below = self.stack.lower[0] if self.stack.lower else None
@@ -302,7 +302,7 @@ class TierGroup:
         return not native.overflow_in_use
 
     def _fill(self, slots: Slots, keys: Keys, every: list[FoundRows]) -> None:
-        """Put rows at ``slots`` of the first tier: found ones, and initial values for keys that no tier
+        """Put rows at ``slots`` of the fast tier: found ones, and initial values for keys that no tier
         has."""
         for found in every:
             for positions, rows, source in found.pieces:

@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the rows of a group look like in the first tier, and how untouched rows of each table begin.
+    """What the rows of a group look like in the fast tier, and how untouched rows of each table begin.
 
     ``codec``: the form of the rows in lower tiers, which initial values have, too. ``weights``: the dtype of
     the tables. ``rounding``: what stochastic rounding of updates needs; None rounds to the nearest value.
@@ -103,7 +103,7 @@ class RowLayout:
         return cls(dim, row_bytes, state_floats, initial, codec, weights, rounding)
 
     def view(self, rows: RowBytes) -> HostRows:
-        """Return the host array's rows of the first tier for kernels to work on."""
+        """Return the host array's rows of the fast tier for kernels to work on."""
         return HostRows.view(rows, self.weights)
 
     def rounding_of(self, keys: Keys) -> UpdateRounding | None:

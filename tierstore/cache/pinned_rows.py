@@ -96,7 +96,7 @@ class ResidentRows(TierRows):
     behind."""
 
     def __init__(self, group: Owner, batch: _core.Batch, found: _core.ResidentRows, rows: DeviceRows) -> None:
-        self.group, self.batch = group, batch
+        self.group, self.batch = group, batch  # a call of the base would cost every forward call time
         self.slots = found.slots
         self.device_rows = rows
         self._found = found

@@ -1,4 +1,4 @@
-"""Lookups in a first tier that no row ever leaves: without a plan, and without waiting for other threads.
+"""Lookups in a fast tier that no row ever leaves: without a plan, and without waiting for other threads.
 
 A plan runs in another thread than the main one, so that no signal cuts it in two, and handing it over takes
 longer than a lookup whose rows are all in the tier. Such a lookup is one native call, which changes nothing

@@ -20,7 +20,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def find_rows(group: TierGroup, batch: _core.Batch) -> Rows:
-    """Return the rows where they are, or a copy if one might leave its place or is not in the first tier.
+    """Return the rows where they are, or a copy if one might leave its place or is not in the fast tier.
 
     No tier changes, no row is created.
     """

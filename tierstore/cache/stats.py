@@ -219,7 +219,7 @@ class GroupStats:
         return bool(self._before)
 
     def count_resident(self, lookups: int, table_rows: NDArray[np.int64], accesses: tuple[int, int]) -> None:
-        """Count lookups in the first tier, of which no other tier has any row. ``table_rows``, int64
+        """Count lookups in the fast tier, of which no other tier has any row. ``table_rows``, int64
         (2, tables): the unique rows of every table, summed over the lookups, and how many of them were here.
         ``accesses``: positions, and how many of them use rows that were here."""
         first, (rows, hits) = self._names[0], table_rows.sum(1).tolist()
@@ -231,7 +231,7 @@ class GroupStats:
     def count(self, plan: _core.Plan, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
         """Count a lookup whose rows are in place.
 
-        ``missing``: keys of the rows that the first tier does not have at all. ``weight``: positions that
+        ``missing``: keys of the rows that the fast tier does not have at all. ``weight``: positions that
         each of its rows stands for. ``lower``: what every tier under the first has that no tier above it has.
         """
         misses = plan.misses

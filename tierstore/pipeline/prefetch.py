@@ -278,7 +278,7 @@ def _agreed(session: Session, number: int | None) -> int | None:
 
 
 def _auto_depth(session: Session, first: Planned | None) -> int:
-    """Return how many batches fit in half of the first tier beside the one in use, at most ``AUTO_DEPTH``."""
+    """Return how many batches fit in half of the fast tier beside the one in use, at most ``AUTO_DEPTH``."""
     fits = AUTO_DEPTH
     for group, pinned in first.lookups if first is not None else []:
         rows = max(1, len(pinned.batch.unique))

@@ -1,4 +1,4 @@
-"""Rows as lower tiers hold them, in fewer bytes than the float32 rows of the first tier."""
+"""Rows as lower tiers hold them, in fewer bytes than the float32 rows of the fast tier."""
 
 from __future__ import annotations
 

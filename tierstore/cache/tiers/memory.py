@@ -40,7 +40,7 @@ class MemoryTier(Tier):
     such rows, and rows of a batch that does not fit, are used from overflow slots. None: the tier has no
     overflow slots, and refuses no row.
 
-    In the first tier of a group lookups are planned, through ``native``; a lower tier gets rows by ``put``.
+    In the fast tier of a group lookups are planned, through ``native``; a lower tier gets rows by ``put``.
 
     Raises ``ConfigError`` when the system refuses the address space.
     """
@@ -247,7 +247,7 @@ class MemoryTier(Tier):
         return rows
 
     def _promoted(self, slots: Slots) -> RowsAt:
-        """Copy rows to where the first tier takes them from; their slots may be written again at once."""
+        """Copy rows to where the fast tier takes them from; their slots may be written again at once."""
         assert self._staging is not None
         at = np.arange(len(slots), dtype=np.int32)
         try:

@@ -10,7 +10,7 @@ down the list. There are two kinds:
 
 A row is *dirty* when it was updated and no lasting tier has this version.
 
-A tier holds rows in one *form*: float32, as the first tier does (None), or encoded by a ``Codec``. Rows on
+A tier holds rows in one *form*: float32, as the fast tier does (None), or encoded by a ``Codec``. Rows on
 their way say which form they are in, and the list of tiers converts them where it has to.
 """
 
@@ -60,7 +60,7 @@ class FoundRows:
     ``here``: (n,), which of the keys it has. ``dirty``: uint8, a flag per row found (None: all are clean).
     ``slots``: the rows' slots, if the tier needs them in ``take``. ``read_ahead``: how many rows were read
     ahead. ``codec``: the rows' form. ``promoted``: the rows found, in the place of pieces, on the device of
-    the first tier.
+    the fast tier.
     """
 
     here: Flags
@@ -186,7 +186,7 @@ class Tier(Protocol):
         ...
 
     def promote(self, keys: Keys) -> FoundRows:
-        """Return what :meth:`find` does, for rows that move to the first tier: perhaps ``promoted``, where
+        """Return what :meth:`find` does, for rows that move to the fast tier: perhaps ``promoted``, where
         the rows need not pass through memory of the host."""
         return self.find(keys)
 
@@ -242,8 +242,8 @@ class Tier(Protocol):
         return
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
-        """Learn that lookup ``seq`` has its rows; the rows of ``keys`` were missing in the first tier. If it
-        raises, the lookup fails, and these rows leave the first tier again."""
+        """Learn that lookup ``seq`` has its rows; the rows of ``keys`` were missing in the fast tier. If it
+        raises, the lookup fails, and these rows leave the fast tier again."""
         return
 
     def close(self) -> None:

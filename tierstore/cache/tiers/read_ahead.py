@@ -257,7 +257,7 @@ class ReadAhead:
         return None if rows is None or self._asked is None else (rows.find(keys), rows.rows)
 
     def lookup_filled(self, keys: Keys, stored: int) -> None:
-        """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now. The store had
+        """Drop the rows of ``keys``, which a lookup lacked: they are in the fast tier now. The store had
         ``stored`` of them."""
         if self._rows is not None and keys is self._asked:
             self._rows.discard_found()  # under one hold of the lock no row has come or gone

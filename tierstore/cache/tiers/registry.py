@@ -24,7 +24,7 @@ class TierRequest:
     """What is needed to make the tiers of one row layout.
 
     ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``row_bytes``: of
-    rows in the first tier; ``weights``: the dtype of their weights; ``codecs``: by tier, the form of its rows
+    rows in the fast tier; ``weights``: the dtype of their weights; ``codecs``: by tier, the form of its rows
     where it is another one. ``tables``: how many the engine has. ``read_ahead_bytes``: what rows that are
     read ahead may take. ``lock``: the residency lock. ``above``: the tiers that are made already.
     """

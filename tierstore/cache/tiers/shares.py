@@ -35,7 +35,7 @@ class TierPlan:
     weights: str = "fp32"
     """The dtype of weights that kernels work on, in rows of no other form."""
     codec: Codec | None = None
-    """The form of the rows; None is that of the first tier."""
+    """The form of the rows; None is that of the fast tier."""
     leaving: Codec | None = None
     """The form of rows that leave, where it is not ``codec``."""
     has_lanes: bool = True
