@@ -155,7 +155,7 @@ def without_bytes(plan: ShardingPlan) -> ShardingPlan:
 
 
 def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
-    """Return the plan with at most ``uvm`` bytes of `uvm` on each rank."""
+    """Return the plan with at most ``uvm`` bytes in that tier of each rank."""
     used = [0] * plan.world_size
     for table in plan.tables:
         for shard in table.shards:
