@@ -354,8 +354,7 @@ class TierGroup:
     # -- rows that were changed -----------------------------------------------------------
 
     def mark_updated(self, pinned: TierRows) -> None:
-        """Note that the pinned rows were changed. The call needs no lock, since pinned rows stay where they
-        are.
+        """Note that the pinned rows were changed. The call needs no lock: pinned rows stay where they are.
 
         Raises ``ClosedError`` when the change would be lost.
         """
