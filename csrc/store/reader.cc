@@ -37,6 +37,15 @@ std::size_t RowsOfOneTable(std::span<const std::uint64_t> keys) {
   return n;
 }
 
+// Records and rows come from memory that no core has used yet: the next ones come while one is checked.
+constexpr std::size_t kPrefetch = 3;
+constexpr std::size_t kCacheLine = 64;
+
+template <bool kWrite>
+void Prefetch(const std::byte* begin, std::size_t size) {
+  for (std::size_t at = 0; at < size; at += kCacheLine) __builtin_prefetch(begin + at, kWrite);
+}
+
 // Copies the row out of a record that `size` bytes at `data` begin with.
 void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, const std::byte* data,
              std::size_t size, std::byte* row) {
@@ -267,11 +276,22 @@ void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::u
   const Requests requests(pending, measured != 0 ? measured : kUsualMergeGap);
   const auto deliver = [&](std::size_t number, const std::byte* data, std::size_t size) {
     const ReadRequest& request = requests.list[number];
-    for (std::size_t i = requests.first[number]; i < requests.first[number + 1]; ++i) {
+    const std::size_t first = requests.first[number], end = requests.first[number + 1];
+    const auto begin_of = [&](std::size_t i) {
+      return std::min<std::size_t>(geometry.Offset(pending.SlotOf(pending.items[i])) - request.offset, size);
+    };
+    const auto prefetch = [&](std::size_t i) {
+      const std::size_t at = begin_of(i);
+      Prefetch<false>(data + at, std::min<std::size_t>(geometry.record_bytes, size - at));
+      Prefetch<true>(target.At(Pending::PositionOf(pending.items[i])), geometry.row_bytes);
+    };
+    for (std::size_t i = first; i < std::min(first + kPrefetch, end); ++i) prefetch(i);
+    for (std::size_t i = first; i < end; ++i) {
+      if (i + kPrefetch < end) prefetch(i + kPrefetch);
       const std::uint64_t item = pending.items[i];
       const std::uint32_t slot = pending.SlotOf(item);
       const std::size_t position = Pending::PositionOf(item);
-      const std::size_t at = std::min<std::size_t>(geometry.Offset(slot) - request.offset, size);
+      const std::size_t at = begin_of(i);
       CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at, target.At(position));
     }
   };
