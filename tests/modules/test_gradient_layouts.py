@@ -112,13 +112,13 @@ def test_single_tables(layout: Callable[[Tensor], Tensor], dim: int) -> None:
 def test_a_view_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update reads the gradient of a concatenation where it is."""
     read: list[Tensor] = []
-    update = PooledGradients.update
+    prepared = PooledGradients.prepared
 
     def noted(gradients: PooledGradients, *rest: Any) -> Any:
         read.append(gradients.grad)
-        return update(gradients, *rest)
+        return prepared(gradients, *rest)
 
-    monkeypatch.setattr(PooledGradients, "update", noted)
+    monkeypatch.setattr(PooledGradients, "prepared", noted)
     with bags(PoolingType.SUM, False) as module:
         values = module(keyed_batch(0, KEYS, 4).ours).values()
         joined = torch.cat([torch.ones(4, 2), values], 1)

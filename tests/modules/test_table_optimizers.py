@@ -174,9 +174,9 @@ def test_groups_and_their_schedules() -> None:
 def test_equal_steps_are_one() -> None:
     spec = optim.SGD(lr=0.1)
     module = bags({name: spec for name in NAMES})
-    assert module.fused_optimizer.advance()[0][1] is None
+    assert module.fused_optimizer.next_step()[0][0][1] is None
     module.fused_optimizer.param_groups[2]["lr"] = 0.3
-    assert [tables for _, tables in module.fused_optimizer.advance()] == [("a", "b", "d"), ("c",)]
+    assert [tables for _, tables in module.fused_optimizer.next_step()[0]] == [("a", "b", "d"), ("c",)]
 
 
 def test_row_layouts_are_those_of_the_optimizers() -> None:

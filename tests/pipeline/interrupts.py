@@ -46,9 +46,9 @@ class Interrupter:
             if event != "line":
                 return line
             # A line is met again where its ``with`` ends: no signal comes between that and the end itself.
-            again = frame.f_lineno in seen and _is_with(frame)
+            again = frame.f_lineno in seen and _text(frame).lstrip().startswith("with ")
             seen.add(frame.f_lineno)
-            if again:
+            if again or "# no signal comes before this" in _text(frame):
                 return line
             self.lines += 1
             if self.lines == self.at:
@@ -62,5 +62,5 @@ class Interrupter:
         return line
 
 
-def _is_with(frame: FrameType) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+def _text(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import numpy as np
 
@@ -354,13 +355,14 @@ class TierGroup:
     # -- rows that were changed -----------------------------------------------------------
 
     def mark_updated(self, pinned: TierRows) -> None:
-        """Note that the pinned rows were changed. The call needs no lock: pinned rows stay where they are.
-
-        Raises ``ClosedError`` when the change would be lost.
-        """
+        """Make the calls of :meth:`marking`. Raises ``ClosedError`` when the change would be lost."""
         self.check_open()
-        if self._rows_leave:
-            self.fast.native.mark_dirty(pinned.slots)
+        for call in self.marking(pinned):
+            call()
+
+    def marking(self, pinned: TierRows) -> list[partial[None]]:
+        """Return native calls that note a change of pinned rows. They lock nothing: such rows stay there."""
+        return [partial(self.fast.native.mark_dirty, pinned.slots)] if self._rows_leave else []
 
     def flush(self) -> None:
         """Write every dirty row down to the store; rows stay where they are."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,9 @@ from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
 from tierstore.modules.joining import Pass, joined
-from tierstore.modules.lookup import (
-    Gradients,
-    PooledGradients,
-    SequenceGradients,
-    trained_csr,
-    update_args,
-    update_rows,
-)
+from tierstore.modules.lookup import PooledGradients, SequenceGradients
 from tierstore.modules.parts import Lookup
+from tierstore.modules.row_updates import Gradients, trained_csr, update_args, update_rows
 from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -57,11 +52,15 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = {id(m): m for one in models for m in one.modules() if isinstance(m, TieredModule)}
     rows = Accumulation(list(modules.values()))
+    # In one native call, since after a signal's exception modules would go on to collect, and train no row.
+    end = map(object.__setattr__, modules.values(), repeat("accumulation"), repeat(None))
     try:
+        rows.begin()
         yield rows
         rows.step()
     finally:
-        rows.end()
+        list(end)  # no signal comes before this call
+        rows.zero_grad()
 
 
 @dataclass
@@ -97,7 +96,10 @@ class Accumulation(AppliedOptimizer):
                     f"gradients of tables {', '.join(module.table_names())} are accumulated already; leave "
                     "the outer `with tierstore.accumulate(...)` first, or call step() of what it yields"
                 )
-        for module in modules:
+
+    def begin(self) -> None:
+        """Keep the gradients of the modules' backward passes."""
+        for module in self._kept:
             module.accumulation = self
 
     def keep(self, module: Any, lookup: Lookup, gradients: Gradients) -> None:
@@ -158,12 +160,6 @@ class Accumulation(AppliedOptimizer):
         for module, kept in kept_of.items():
             _update(module, kept.passes, _factor(kept) / scale)
             kept.passes.clear()
-
-    def end(self) -> None:
-        """Drop the kept gradients, and let backward passes update rows again."""
-        self.zero_grad()
-        for module in self._kept:
-            module.accumulation = None
 
 
 def _shown_by(module: TieredModule) -> Tensor:

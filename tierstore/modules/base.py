@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -20,10 +21,8 @@ from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
 from tierstore.modules.gradient_hooks import GradientHook, GradientHooks
 from tierstore.modules.handles import MODULES
 from tierstore.modules.lookup import (
-    Keeps,
     PooledFunction,
     SequenceFunction,
-    TableStep,
     kept_weights,
     pooled_forward,
     sequence_forward,
@@ -32,6 +31,8 @@ from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.parts import Lookup, Part
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_calls import RowCalls
+from tierstore.modules.row_shares import TableStep
+from tierstore.modules.row_updates import Keeps
 from tierstore.modules.table_rules import TableRules
 from tierstore.modules.tables import HasWeight, ShownParameter
 from tierstore.modules.wrappers import (
@@ -285,13 +286,16 @@ class TieredModule(RowCalls, nn.Module):
         """Set the optimizer's count of updates to the count in the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
-    def count_update(self) -> list[TableStep]:
-        """Begin an update; return each step with the tables that it is for (None: all)."""
+    def next_update(self) -> tuple[list[TableStep], list[partial[None]]]:
+        """Begin an update; return each step with the tables that it is for (None: all), and the native calls
+        that count the update."""
         self.check_update()
-        steps = self.fused_optimizer.advance()
-        self.engine.updates[self._key] = self.fused_optimizer.num_updates
+        steps, counting = self.fused_optimizer.next_step()
         self.engine.changed(self.table_numbers)
-        return [(step, None if names is None else self.rules.numbers_of(names)) for step, names in steps]
+        count = partial(self.engine.updates.__setitem__, self._key, self.fused_optimizer.num_updates + 1)
+        numbers = self.rules.numbers_of
+        found: list[TableStep] = [(step, None if of is None else numbers(of)) for step, of in steps]
+        return found, [counting, count]
 
     def set_updates(self, count: int) -> None:
         """Set the optimizer's count of updates, as committed with the rows from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -60,15 +61,14 @@ class Hooked:
         count = len(self.gradients)
         return np.arange(count + 1, dtype=np.int32), np.arange(count, dtype=np.int32)
 
-    def update(self, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
-        """Update the rows; return those that were left alone, in ``at``."""
-        with part.group.stats.stage("compute_seconds"):
-            grad = self.gradients.data_ptr()
-            return rows.update_rows(args, grad, part.group.layout.dim, part.rounding(self.at))
+    def prepared(self, part: Part, rows: DeviceRows, args: UpdateArgs) -> partial[NDArray[np.int32]]:
+        """Return a call that updates the rows, and returns those that were left alone, in ``at``."""
+        grad = self.gradients.data_ptr()
+        return partial(rows.update_rows, args, grad, part.group.layout.dim, part.rounding(self.at))
 
 
 class Reduces(Protocol):
-    """The gradients of a lookup's outputs; see ``modules.lookup.Gradients``."""
+    """The gradients of a lookup's outputs; see ``modules.row_updates.Gradients``."""
 
     def update(
         self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs, rounding: None

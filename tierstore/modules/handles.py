@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from tierstore.errors import ClosedError
-from tierstore.modules.lookup import Updates
 from tierstore.modules.parts import Lookup
+from tierstore.modules.row_updates import Updates
 
 
 class Looked(Updates, Protocol):

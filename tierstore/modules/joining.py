@@ -22,8 +22,9 @@ from tierstore.cache.layout import IdSegment
 from tierstore.keys import MAX_ID, split
 from tierstore.modules.gpu import made_here
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.lookup import Gradients, PooledGradients, SequenceGradients
+from tierstore.modules.lookup import PooledGradients, SequenceGradients
 from tierstore.modules.parts import Lookup, Part, PooledPart, SequencePart
+from tierstore.modules.row_updates import Gradients
 
 
 @dataclass

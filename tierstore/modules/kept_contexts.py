@@ -14,7 +14,7 @@ from tierstore.cache.pinned_rows import Rows
 from tierstore.errors import GradientError
 from tierstore.modules.handles import Looked
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.lookup import Updates
+from tierstore.modules.row_updates import Updates
 
 _numbers = count(1)
 

@@ -6,99 +6,29 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
-from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs, UpdateRounding
+from tierstore._core import LookupArgs, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
-from tierstore.cache.pinned_rows import Rows, TierRows
-from tierstore.errors import GradientError
-from tierstore.keys import split
+from tierstore.cache.pinned_rows import Rows
 from tierstore.modules.autograd_context import Context, LookupFunction, PooledContext
-from tierstore.modules.gradient_hooks import GradientHook, hooked_gradients
 from tierstore.modules.parts import Lookup, Part, PooledPart
-from tierstore.modules.row_shares import Csr, TableStep, shares_of, step_of
-from tierstore.optim.fused import FusedOptimizer
+from tierstore.modules.row_updates import Gradients, Rest, Updates, update_rows
 
 PooledCtx: TypeAlias = "PooledContext[Updates | None, Lookup]"
 SequenceCtx: TypeAlias = "Context[Updates, Lookup]"
 
 
-class Keeps(Protocol):
-    """An object that keeps gradients and updates rows later."""
-
-    unscales: bool
-    """Whether the update under way divides gradients by the scale of a GradScaler."""
-
-    def keep(self, module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-        """Take the gradients of one backward pass; copy tensors that other code may change."""
-        ...
-
-
-class Updates(Protocol):
-    """The part of a module that the backward pass uses."""
-
-    fused_optimizer: FusedOptimizer
-    check_gradients: bool
-    accumulation: Keeps | None
-    """Keeps gradients for a later update; None: each backward pass updates the rows."""
-
-    def count_update(self) -> Sequence[TableStep]:
-        """Count one update and return its optimizer steps."""
-        ...
-
-    def check_update(self) -> None:
-        """Raise ConfigError if an update now would be wrong."""
-        ...
-
-    def gradient_hooks(self) -> Mapping[int, tuple[str, Sequence[GradientHook]]]:
-        """Return the names and hooks of tables that have hooks, by their numbers in the engine."""
-        ...
-
-    def frozen_tables(self) -> list[int]:
-        """Return the tables whose rows stay as they are."""
-        ...
-
-    def mean_squares(
-        self, parts: Sequence[Part], squares_of: Callable[[int], NDArray[np.float32]]
-    ) -> Sequence[NDArray[np.float32] | None]:
-        """Return, by part, the mean square of each unique row's gradient over all columns of its table; None
-        for parts whose rows have all columns. ``squares_of(part)``: the sums of squares over the columns that
-        are here."""
-        ...
-
-    def table_name(self, table: int) -> str: ...
-
-    def report_gradients(self, error: GradientError | None) -> None:
-        """Raise ``error``, which the update had, or handle it. Called at every update."""
-        ...
-
-
-class Gradients(Protocol):
-    """The gradients of a lookup's outputs, and what else the kernels need to compute the rows' gradients."""
-
-    def update(
-        self, index: int, part: Any, rows: DeviceRows, args: UpdateArgs, rounding: UpdateRounding | None
-    ) -> NDArray[np.int32]:
-        """Update the rows of part number ``index``; return those (int32, in ``args.slots``) that were left
-        alone. ``rounding``: of the rows."""
-        ...
-
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients, in place."""
-        ...
-
-
 @dataclass
-class PooledGradients:
+class PooledGradients(Gradients):
     """``grad`` (float32) is laid out as the output, but its rows may be further apart, see
     :func:`readable_gradient`; the other fields have an entry per part."""
 
@@ -106,47 +36,37 @@ class PooledGradients:
     weights: Sequence[Tensor | None]
     argmaxes: Sequence[Tensor | None]
 
-    def update(
+    def prepared(
         self,
         index: int,
         part: PooledPart,
         rows: DeviceRows,
         args: UpdateArgs,
         rounding: UpdateRounding | None,
-    ) -> NDArray[np.int32]:
+    ) -> partial[Rest]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
         bags = _bags_of_gradient(part, self.grad)
-        with part.group.stats.stage("compute_seconds"):
-            return rows.update_pooled(args, bags, self.grad.data_ptr(), weight, argmax, rounding)
+        return partial(rows.update_pooled, args, bags, self.grad.data_ptr(), weight, argmax, rounding)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
 
 
 @dataclass
-class SequenceGradients:
+class SequenceGradients(Gradients):
     """``grads``: per part the gradient of every position, float32 (positions, dim), contiguous."""
 
     grads: Sequence[Tensor]
 
-    def update(
+    def prepared(
         self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs, rounding: UpdateRounding | None
-    ) -> NDArray[np.int32]:
-        with part.group.stats.stage("compute_seconds"):
-            grad = self.grads[index].data_ptr()
-            return rows.update_rows(args, grad, part.group.layout.dim, rounding)
+    ) -> partial[Rest]:
+        grad = self.grads[index].data_ptr()
+        return partial(rows.update_rows, args, grad, part.group.layout.dim, rounding)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:
             grad.mul_(factor)
-
-
-def _repin(part: Part) -> TierRows:
-    """Return the part's rows, pinned again if a former backward pass (``retain_graph``) has released them."""
-    assert isinstance(part.rows, TierRows)
-    if not part.rows.held:
-        part.rows = part.group.lookup(part.batch)
-    return part.rows
 
 
 def _lookup_args(part: Part, rows: Rows) -> LookupArgs:
@@ -290,74 +210,6 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
         lookup.release()
 
 
-def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
-    """Make one optimizer step for the rows of every part, and release the rows."""
-    hooks = module.gradient_hooks()
-    if hooks:
-        module.check_update()
-    hooked = hooked_gradients(parts, gradients, hooks) if hooks else [[] for _ in parts]
-    steps = module.count_update()
-    pinned_rows = [_repin(part) for part in parts]
-    for part, pinned in zip(parts, pinned_rows, strict=True):
-        part.group.mark_updated(pinned)
-    skipped = [*module.frozen_tables(), *hooks]
-
-    def squares_of(index: int) -> NDArray[np.float32]:
-        part, pinned = parts[index], pinned_rows[index]
-        squares = np.zeros(len(part.batch.unique), np.float32)
-        for share in shares_of(part, pinned.slots, pinned.csr, steps):
-            own = squares[share.at]
-            args = update_args(part, share.slots, share.csr, share.step, squares=own)
-            gradients.update(index, part, pinned.device_rows, args, share.rounding)
-            squares[share.at] = own
-        return squares
-
-    wrong = []
-    for index, means in enumerate(module.mean_squares(parts, squares_of)):
-        part, pinned = parts[index], pinned_rows[index]
-        csr = trained_csr(part, skipped) if skipped else pinned.csr
-        for share in shares_of(part, pinned.slots, csr, steps):
-            own = None if means is None else means[share.at]
-            args = update_args(part, share.slots, share.csr, share.step, module.check_gradients, means=own)
-            left = gradients.update(index, part, pinned.device_rows, args, share.rounding)
-            wrong.append((part, share.at, left))
-        for one in hooked[index]:
-            step, checks = step_of(one.table, steps), module.check_gradients
-            args = update_args(part, pinned.slots[one.at], one.csr, step, checks)
-            wrong.append((part, one.at, one.update(part, pinned.device_rows, args)))
-        # A flush since the first mark has seen the rows as they were before.
-        part.group.mark_updated(pinned)
-        pinned.release()
-    _report_wrong(module, wrong)
-
-
-def update_args(
-    part: Part,
-    slots: NDArray[np.int32],
-    csr: Csr | None,
-    step: OptimizerStep,
-    check_finite: bool = False,
-    *,
-    squares: NDArray[np.float32] | None = None,
-    means: NDArray[np.float32] | None = None,
-) -> UpdateArgs:
-    """Return the arguments for one optimizer step of the part's unique rows at ``slots``."""
-    assert csr is not None
-    part.group.check_process()
-    return UpdateArgs(
-        dim=part.group.layout.dim, slots=slots, csr_start=csr[0], csr_positions=csr[1],
-        step=step, check_finite=check_finite, squares=squares, means=means,
-    )  # fmt: skip
-
-
-def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
-    """Return the positions of every unique row; rows of frozen tables have none, and so are not updated."""
-    stays = np.isin(split(part.batch.unique)[0], frozen)
-    inverse = part.batch.inverse
-    skipped = (inverse < 0) | (stays[np.maximum(inverse, 0)] if len(stays) else True)
-    return _core.build_csr(np.where(skipped, -1, inverse).astype(np.int32), len(stays))
-
-
 def _reaches_rows(ctx: PooledCtx) -> bool:
     """Return False under ``torch.autograd.grad`` of the per-sample weights alone, which trains no rows."""
     return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
@@ -375,23 +227,3 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
         part.group.stats.counters.compute_seconds += time.perf_counter() - begin
         outs.append(out)
     return tuple(outs)
-
-
-def _report_wrong(
-    module: Updates, wrong: list[tuple[Part, slice | NDArray[np.intp], NDArray[np.int32]]]
-) -> None:
-    """Report rows that were left alone: ``wrong`` has them among the unique rows of a share of a part."""
-    found = []
-    for part, at, unique in wrong:
-        if len(unique):
-            tables, ids = split(part.batch.unique[at][unique])
-            found += [f"{module.table_name(int(t))} id {i}" for t, i in zip(tables[:8], ids[:8], strict=True)]
-    if not found:
-        module.report_gradients(None)
-        return
-    total = sum(len(unique) for *_, unique in wrong)
-    error = GradientError(
-        f"the gradient of {total} row(s) is NaN or infinite; they were not updated, all others were: "
-        f"{', '.join(found[:8])}{' ...' if total > 8 else ''}. Look at the loss and the learning rate."
-    )
-    module.report_gradients(error)

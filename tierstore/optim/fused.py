@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -88,13 +89,13 @@ class FusedOptimizer(AppliedOptimizer):
         """Return the optimizer of a table; that of rows without state for a table that is frozen."""
         return next((g.spec for g in self.groups if not g.tables or table in g.tables), SGD())
 
-    def advance(self) -> Steps:
-        """Count one update and return what :meth:`step_args` gives. The backward pass calls this."""
-        steps = self.step_args(self.num_updates + 1)
-        self.num_updates += 1
+    def next_step(self) -> tuple[Steps, partial[None]]:
+        """Return what :meth:`step_args` gives for the next update, and a native call that counts it."""
+        count = self.num_updates + 1
+        steps = self.step_args(count)
         # torch's schedulers read this to tell that an update came before them.
         self._opt_called = True
-        return steps
+        return steps, partial(setattr, self, "num_updates", count)
 
     def step_args(self, step: int) -> Steps:
         """Return the native core's arguments for update number ``step``, with the present hyperparameters.

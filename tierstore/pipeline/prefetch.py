@@ -114,8 +114,9 @@ class _Tables:
     An interrupt may keep the pass from ending the session; dropping this object then ends it.
     """
 
+    session: Session | None = None  # also of an object whose making was interrupted
+
     def __init__(self, modules: list[TieredModule]) -> None:
-        self.session: Session | None = None
         self.engines = []
         for engine in {id(module.engine): module.engine for module in modules}.values():
             if _taken.setdefault(id(engine), self) is self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class ShardedCollection(Collection):
             return super().mean_squares(parts, squares_of)
         return self._row_wise_state.mean_squares(parts, squares_of)
 
-    def count_update(self) -> list[TableStep]:
+    def next_update(self) -> tuple[list[TableStep], list[partial[None]]]:
         for group in self.fused_optimizer.param_groups:
             if (limit := group["clip_grad_norm"]) is None:
                 continue
@@ -91,7 +92,7 @@ class ShardedCollection(Collection):
                     f"clip_grad_norm is {limit}, and the plan cuts tables {', '.join(cut)} by columns, so "
                     "that no rank has the norm of a row; use another cut, or clip_grad_value"
                 )
-        return super().count_update()
+        return super().next_update()
 
     def _hooked_name(self, table: str | None) -> str:
         name = self._config(table).name

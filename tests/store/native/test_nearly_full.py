@@ -30,10 +30,12 @@ def rows_of(ids: np.ndarray, versions: np.ndarray, row_bytes: int) -> np.ndarray
 class Training:
     """Tables of ``count`` rows each beside the version of every row."""
 
-    def __init__(self, path, sizes: list[int], count: int, full: float = FULL, keep: int = 1) -> None:
+    def __init__(
+        self, path, sizes: list[int], count: int, full: float = FULL, keep: int = 1, footer: int = 0
+    ) -> None:
         self.tables = [StoredTable(f"t{i}", i, 1 << 40, size // 4, size) for i, size in enumerate(sizes)]
         self.path, self.sizes, self.count = path, sizes, count
-        self.cap = int(count * sum(size + 16 for size in sizes) / full)
+        self.cap = int(count * sum(size + 16 + footer for size in sizes) / full)
         self.keep = keep
         self.versions = np.zeros((len(sizes), count), np.int64)
         self.store = self.open()
@@ -104,6 +106,17 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
     training = Training(tmp_path, sizes, 20_000)
     training.begin()
     training.rounds(share, skewed)
+    training.check()
+    training.store.close()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+@pytest.mark.parametrize("size", [16, 32, 48])
+def test_rounds_of_small_rows(tmp_path, size, share):
+    """Of a row and its 12 bytes of a footer three quarters of the cap may be full."""
+    training = Training(tmp_path, [size], 40_001, footer=12)
+    training.begin()
+    training.rounds(share)
     training.check()
     training.store.close()
 

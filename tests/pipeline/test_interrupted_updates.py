@@ -1,0 +1,90 @@
+"""An update is a transaction, too: tables of several row layouts, and the count of updates that Adam uses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests.pipeline.interrupts import Interrupted, Interrupter
+from tierstore import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    TierConfig,
+    accumulate,
+    optim,
+)
+
+ROWS, BEFORE = 60, 3
+CONFIGS = {"memory": TierConfig(hbm="all"), "two tiers": TierConfig(hbm="16KiB", engine="memory")}
+
+
+def build(config: TierConfig) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"of {name}"])
+        for name, dim in (("a", 8), ("b", 16))
+    ]
+    return EmbeddingBagCollection(tables=tables, config=config, optimizer=optim.Adam(lr=0.05), seed=5)
+
+
+def batch(number: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(number)
+    lengths = torch.randint(0, 4, (10,), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=["of a", "of b"], values=ids, lengths=lengths)
+
+
+def everything(module: EmbeddingBagCollection) -> list[torch.Tensor]:
+    ids, found = torch.arange(ROWS), []
+    for name in module.table_names():
+        found += [module.rows(ids, name), *module.optimizer_rows(ids, name).values()]
+    return found
+
+
+def step(module: EmbeddingBagCollection, number: int, collect: Callable = nullcontext) -> None:
+    with collect(module):
+        module(batch(number)).values().sin().sum().backward()
+
+
+@functools.cache
+def states() -> list[list[torch.Tensor]]:
+    """All rows after so many steps."""
+    with build(CONFIGS["memory"]) as module:
+        found = [everything(module)]
+        for number in range(BEFORE + 2):
+            step(module, number)
+            found.append(everything(module))
+    return found
+
+
+def is_state(module: EmbeddingBagCollection, number: int) -> bool:
+    return all(map(torch.equal, everything(module), states()[number]))
+
+
+@pytest.mark.parametrize("collect", [nullcontext, accumulate], ids=["", "accumulated"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_exception_at_any_line_of_a_step(config: str, collect: Callable) -> None:
+    """Training goes on with the bits that it would have had."""
+    stride = 11
+    at, came = 1 + 5 * list(CONFIGS).index(config), True
+    while came:
+        interrupter, came = Interrupter(at), False
+        with build(CONFIGS[config]) as module:
+            for number in range(BEFORE):
+                step(module, number)
+            try:
+                with interrupter.on():
+                    step(module, BEFORE, collect)
+            except Interrupted:
+                came = True
+            if is_state(module, BEFORE):
+                step(module, BEFORE)
+            assert is_state(module, BEFORE + 1), interrupter.where
+            step(module, BEFORE + 1)
+            assert is_state(module, BEFORE + 2), interrupter.where
+        at += stride
+    assert at > 400
