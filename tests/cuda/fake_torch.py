@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
 
@@ -217,9 +217,19 @@ class FakeCuda(TorchFunctionMode):
 
 
 class CurrentStream:
-    """torch's current stream, which is the driver's stream 0 unless the user chooses another."""
+    """torch's current stream, which is the driver's stream 0 unless the user chooses another. So is every
+    other one here: what orders them is for tests/cuda/fake_streams.py."""
 
     cuda_stream = 0
+
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+    def wait_stream(self, stream: CurrentStream) -> None:
+        pass
 
 
 @contextmanager
@@ -262,6 +272,8 @@ def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterato
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "current_stream", return_value=CurrentStream()),
+        mock.patch.object(torch.cuda, "Stream", return_value=CurrentStream()),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
         FakeCuda(),
     ):
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter becomes a GpuTensor
