@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
 
@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_device import FakeDevice, checked_views
 from tierstore.cuda import rows
+from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.streams import Stream
 from tierstore.modules import gpu as opening
+from tierstore.modules import gradient_hooks
 
 _kept: dict[int, torch.UntypedStorage] = {}
 """Memory whose addresses kernels may still use, by its number in torch."""
@@ -235,6 +237,38 @@ class CurrentStream:
         pass
 
 
+def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``modules.gpu.brought`` in a backward pass, in which no modes of torch are in force."""
+    with FakeCuda():
+        return opening.brought(tensor, device)
+
+
+_ADDRESSES = {"lookup_pooled": 2, "lookup_rows": 1, "weight_grads": 2, "update_pooled": 2, "update_rows": 1}
+"""Methods of rows that take addresses of tensors, and how many arguments are before these."""
+
+
+@contextmanager
+def _addresses_of_gpu_tensors() -> Iterator[None]:
+    """Let kernels get no address but of a ``GpuTensor``: the fake driver knows no memory of torch."""
+
+    def checked(plain: Any, before: int) -> Any:
+        def call(self: CudaRows, *given: Any) -> Any:
+            addresses = [one for one in given[before:] if isinstance(one, int) and one > 4096]
+            with _keeping:
+                known = [(one.data_ptr(), one.nbytes()) for one in _kept.values()]
+            for address in addresses:
+                assert any(begin <= address <= begin + size for begin, size in known), "memory of the host"
+            return plain(self, *given)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, before in _ADDRESSES.items():
+            patched = checked(getattr(CudaRows, name), before)
+            stack.enter_context(mock.patch.object(CudaRows, name, patched))
+        yield
+
+
 @contextmanager
 def copies_by_another_thread() -> Iterator[None]:
     """Let another thread copy from the GPU whenever one has asked for an address, and has not launched a
@@ -270,6 +304,8 @@ def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterato
 
     with (
         checked_views(),
+        _addresses_of_gpu_tensors(),
+        mock.patch.object(gradient_hooks, "brought", _brought),
         mock.patch.object(rows, "STAGING_BYTES", 256),
         mock.patch.object(opening, "CudaDevice", opens),
         mock.patch.object(torch.cuda, "is_available", return_value=True),

@@ -18,6 +18,7 @@ from tierstore._core import OptimizerStep, UpdateArgs
 from tierstore.cache.device import DeviceRows
 from tierstore.errors import ConfigError, GradientError
 from tierstore.keys import split
+from tierstore.modules.gpu import brought
 from tierstore.modules.parts import Part
 from tierstore.modules.row_shares import Csr, cut_rows, places_of
 from tierstore.row_format import WIDE
@@ -63,8 +64,9 @@ class Hooked:
     def update(self, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         """Update the rows; return those that were left alone, in ``at``."""
         with part.group.stats.stage("compute_seconds"):
-            grad = self.gradients.data_ptr()
-            return rows.update_rows(args, grad, part.group.layout.dim, part.rounding(self.at))
+            gradients = brought(self.gradients, torch.device(part.device))
+            grad, dim = gradients.data_ptr(), part.group.layout.dim
+            return rows.update_rows(args, grad, dim, part.rounding(self.at))
 
 
 class Reduces(Protocol):
