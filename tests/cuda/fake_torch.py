@@ -211,7 +211,7 @@ class FakeCuda(TorchFunctionMode):
         if func is torch.Tensor.cpu:
             return moved(tensor, torch.device("cpu"), None)
         if func is torch.Tensor.cuda:
-            args = ("cuda", *args)
+            args = (torch.device("cuda", *args[:1]), *args[1:])
         every = [*args, kwargs.get("device"), kwargs.get("dtype")]
         devices = [torch.device(a) for a in every if isinstance(a, str | torch.device)]
         devices += [a.device for a in every if isinstance(a, torch.Tensor)]
