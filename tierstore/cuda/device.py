@@ -221,6 +221,10 @@ class UvmDevice:
         """Return what the GPU says: how much the host has is not known here."""
         return self._gpu.memory()
 
+    def prepare(self, rows: Collection[tuple[int, str, int]] = ()) -> None:
+        """Load the GPU's kernels, as :meth:`CudaDevice.prepare` does."""
+        self._gpu.prepare(rows)
+
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> UvmRows:
         """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
         gpu = self._gpu
