@@ -63,7 +63,7 @@ class TorchStream:
         _join(self.seen, event.seen)
 
     def wait_stream(self, other: TorchStream) -> None:
-        self.wait_event(other.record_event())
+        _join(self.seen, other.seen)
 
 
 @dataclass
@@ -140,6 +140,7 @@ def fake_streams(devices: int = 1) -> Iterator[Streams]:
         mock.patch.object(fake_torch, "watch", streams),
         mock.patch.object(torch.cuda, "current_stream", streams.current),
         mock.patch.object(torch.cuda, "stream", streams.on),
+        mock.patch.object(torch.cuda, "Stream", streams.side),
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
     ):
         yield streams

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
 
@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_device import FakeDevice, checked_views
 from tierstore.cuda import rows
+from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.streams import Stream
 from tierstore.modules import gpu as opening
+from tierstore.modules import gradient_hooks
 
 _kept: dict[int, torch.UntypedStorage] = {}
 """Memory whose addresses kernels may still use, by its number in torch."""
@@ -195,6 +197,9 @@ class FakeCuda(TorchFunctionMode):
         device = kwargs.get("device")
         if not _is_gpu(device):
             return func(*args, **kwargs)
+        if func is torch.ops.aten._assert_tensor_metadata.default:  # of exported programs
+            assert args[0].device == device
+            return None
         kwargs["device"] = "cpu"
         made = func(*args, **kwargs)
         if isinstance(made, GpuTensor) or not isinstance(made, torch.Tensor):
@@ -206,7 +211,7 @@ class FakeCuda(TorchFunctionMode):
         if func is torch.Tensor.cpu:
             return moved(tensor, torch.device("cpu"), None)
         if func is torch.Tensor.cuda:
-            args = ("cuda", *args)
+            args = (torch.device("cuda", *args[:1]), *args[1:])
         every = [*args, kwargs.get("device"), kwargs.get("dtype")]
         devices = [torch.device(a) for a in every if isinstance(a, str | torch.device)]
         devices += [a.device for a in every if isinstance(a, torch.Tensor)]
@@ -217,9 +222,51 @@ class FakeCuda(TorchFunctionMode):
 
 
 class CurrentStream:
-    """torch's current stream, which is the driver's stream 0 unless the user chooses another."""
+    """torch's current stream, which is the driver's stream 0 unless the user chooses another. So is every
+    other one here: what orders them is for tests/cuda/fake_streams.py."""
 
     cuda_stream = 0
+
+    def record_event(self) -> None:
+        pass
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+    def wait_stream(self, stream: CurrentStream) -> None:
+        pass
+
+
+def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``modules.gpu.brought`` in a backward pass, in which no modes of torch are in force."""
+    with FakeCuda():
+        return opening.brought(tensor, device)
+
+
+_ADDRESSES = {"lookup_pooled": 2, "lookup_rows": 1, "weight_grads": 2, "update_pooled": 2, "update_rows": 1}
+"""Methods of rows that take addresses of tensors, and how many arguments are before these."""
+
+
+@contextmanager
+def _addresses_of_gpu_tensors() -> Iterator[None]:
+    """Let kernels get no address but of a ``GpuTensor``: the fake driver knows no memory of torch."""
+
+    def checked(plain: Any, before: int) -> Any:
+        def call(self: CudaRows, *given: Any) -> Any:
+            addresses = [one for one in given[before:] if isinstance(one, int) and one > 4096]
+            with _keeping:
+                known = [(one.data_ptr(), one.nbytes()) for one in _kept.values()]
+            for address in addresses:
+                assert any(begin <= address <= begin + size for begin, size in known), "memory of the host"
+            return plain(self, *given)
+
+        return call
+
+    with ExitStack() as stack:
+        for name, before in _ADDRESSES.items():
+            patched = checked(getattr(CudaRows, name), before)
+            stack.enter_context(mock.patch.object(CudaRows, name, patched))
+        yield
 
 
 @contextmanager
@@ -257,11 +304,15 @@ def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterato
 
     with (
         checked_views(),
+        _addresses_of_gpu_tensors(),
+        mock.patch.object(gradient_hooks, "brought", _brought),
         mock.patch.object(rows, "STAGING_BYTES", 256),
         mock.patch.object(opening, "CudaDevice", opens),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "current_stream", return_value=CurrentStream()),
+        mock.patch.object(torch.cuda, "Stream", return_value=CurrentStream()),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
         FakeCuda(),
     ):
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter becomes a GpuTensor

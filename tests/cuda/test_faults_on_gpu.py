@@ -22,7 +22,7 @@ ALL = torch.arange(ROWS)
 TIERS = TierConfig(hbm="6KiB", uvm="4KiB", ssd="64MiB")
 CALLS = {
     "cuMemAlloc": 2, "cuMemHostAlloc": 2, "cuMemCreate": 2, "cuMemMap": 2, "cuMemSetAccess": 1,
-    "cuMemGetInfo": 1, "cuModuleLoadData": 2, "cuModuleGetFunction": 2, "cuLaunchKernel": 701,
+    "cuMemGetInfo": 1, "cuModuleGetFunction": 2, "cuLaunchKernel": 701,
     "cuMemcpyAsync": 1, "cuEventSynchronize": 1, "cuStreamIsCapturing": 1,
 }  # fmt: skip
 """Calls of the driver, and an error that leaves it usable."""

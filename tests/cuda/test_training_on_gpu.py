@@ -120,6 +120,35 @@ def test_a_model_trains() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+def compiled_run(compiles: bool) -> list[Any]:
+    with bag(GPU) as module:
+
+        def loss_of(ids: torch.Tensor) -> torch.Tensor:
+            return module(ids).square().sum()
+
+        loss = torch.compile(loss_of, backend="aot_eager", fullgraph=True) if compiles else loss_of
+        for number in range(6):
+            loss(ints(4, 5, seed=number)).backward()
+        return [
+            module.rows(torch.arange(module.num_embeddings)),
+            *module.optimizer_rows(torch.arange(9)).values(),
+        ]
+
+
+def test_a_compiled_model_trains_the_same_rows() -> None:
+    same(compiled_run(True), compiled_run(False))
+
+
+@pytest.mark.parametrize("ids_on", ["cpu", GPU])
+def test_an_exported_model_has_the_same_outputs(ids_on: str) -> None:
+    with bag(GPU) as module:
+        model = torch.nn.Sequential(module, torch.nn.Linear(8, 2, device=GPU)).eval()
+        ids = ints(4, 5).to(ids_on)
+        program = torch.export.export(model, (ids,))
+        module.load_rows(torch.arange(9), torch.ones(9, 8))
+        assert torch.equal(program.run_decompositions().module()(ids), model(ids))
+
+
 def test_autocast_leaves_rows_as_they_are() -> None:
     """Vectors are float32 in mixed precision, and gradients of bfloat16 layers reach the rows."""
     with bag(GPU) as module:

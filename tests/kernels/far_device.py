@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tierstore import _core as core
+from tierstore.cache.device import ComputedRows
 
 Array = np.ndarray
 
@@ -139,6 +140,9 @@ class FarDevice:
 
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
+
+    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+        """Do nothing."""
 
     def takes(self, rows: object) -> bool:
         return isinstance(rows, FarRows)

@@ -6,7 +6,7 @@ Nothing above a device knows the address of a row. ``HostDevice`` is this machin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,8 @@ __all__ = [
 ]
 
 Slots = NDArray[np.int32]
+ComputedRows = tuple[int, str, int]
+"""Of rows: the columns, the dtype of the weights, and the kind of their optimizer's step."""
 
 
 class DeviceRows(Protocol):
@@ -174,6 +176,13 @@ class Device(Protocol):
         """Return the bytes that rows could take now, and that they could take if nothing else did."""
         ...
 
+    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+        """Make ready whatever computes on such rows, so that no later call fails for the lack of it.
+
+        Raises ``GpuError``.
+        """
+        ...
+
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
         """Return room for ``slots`` rows with ``weights`` of this dtype, none of which has memory yet.
 
@@ -215,6 +224,9 @@ class HostDevice:
     def memory(self) -> tuple[int, int]:
         limit = memory_limit()
         return limit, limit
+
+    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+        """Do nothing."""
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
         return HostRows(slots, row_bytes, weights)

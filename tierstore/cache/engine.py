@@ -107,6 +107,7 @@ class Engine:
     def _open_tiers(self, at: int | str, undo: ExitStack) -> None:
         config = self.config
         opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy, self.device)
+        self.device.prepare(opening.computed())
         if config.ssd:
             self.store = open_store(
                 config.path,

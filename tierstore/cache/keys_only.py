@@ -8,7 +8,7 @@ the rows that it was given.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.device import HOST, Device, DeviceRows, Slots
+from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, Slots
 from tierstore.cache.engine import Engine
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening
@@ -99,6 +99,9 @@ class NoDevice:
 
     def memory(self) -> tuple[int, int]:
         return HOST.memory()
+
+    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+        return
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
         return NoRows(row_bytes)

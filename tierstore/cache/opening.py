@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
-from tierstore.cache.device import Device
+from tierstore.cache.device import ComputedRows, Device
 from tierstore.cache.division import UseDivision
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
@@ -104,6 +104,11 @@ class GroupOpening:
         demands = {tier: [self._demand(name, tier) for name in self._members] for tier in ("hbm", "uvm")}
         self._hbm = fast_tiers(config, demands["hbm"], policy, device)
         self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm, device)
+
+    def computed(self) -> list[ComputedRows]:
+        """Return the kinds of rows that are looked up and updated."""
+        pairs = zip(self._tables, self._optimizers, strict=True)
+        return sorted({(table.embedding_dim, table.dtype, spec.step_args().kind) for table, spec in pairs})
 
     def groups(
         self, store: RowStore | None, factories: Sequence[TierFactory] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure
 from dataclasses import dataclass
@@ -60,6 +60,19 @@ def _vec(dim: int, address: int, *strides: int | NDArray[np.int64]) -> int:
     """Return the floats of a word: 4 where all vectors of ``dim`` floats begin at 16 bytes, else 1."""
     aligned = dim % 4 == 0 and address % 16 == 0
     return 4 if aligned and all(not np.any(np.asarray(stride) % 4) for stride in strides) else 1
+
+
+def parts_of(rows: Collection[tuple[int, str, int]]) -> list[Part]:
+    """Return the kernels that look up and update rows of these columns, dtypes of weights and kinds of steps:
+    also where a tensor lies so that words of four floats cannot be read."""
+    words = {dim: (4, 1) if dim % 4 == 0 else (1,) for dim, _, _ in rows}
+    found = [
+        Part(dim, vec, kind, weights)
+        for dim, weights, step in rows
+        for vec in words[dim]
+        for kind in (None, step)
+    ]
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -191,9 +204,9 @@ class CudaRows(GpuRows):
         step, squares = args.step, args.squares
         self._require_room(args.dim, 0 if squares is not None else step.state_floats(args.dim))
         part = self._part(args.dim, vec, step.kind)
-        arrays = _UpdateArrays(self, args, gradients, rounding)
         for kernel in (*_UPDATES, *(["bag_shares"] if gradients.bags is not None else [])):
             self.parts.kernels.load(ANY_LAYOUT if kernel == "bag_shares" else part, kernel)
+        arrays = _UpdateArrays(self, args, gradients, rounding)
         with arrays.indices as indices:
             with self._computing(args.slots, indices) as compute:
                 self._launch_update(compute, part, arrays)

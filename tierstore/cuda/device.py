@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cuda.args import WEIGHTS
-from tierstore.cuda.compute import CudaRows
+from tierstore.cuda.compute import CudaRows, parts_of
 from tierstore.cuda.cubins import CubinCache, Cubins
 from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
@@ -111,12 +111,16 @@ class CudaDevice:
         """Return an attribute of the GPU (CUdevice_attribute)."""
         return self._driver.number("cuDeviceGetAttribute", which, self.number)
 
-    def prepare(self) -> None:
-        """Load the kernels that every row needs, which shows whether kernels can be compiled for this GPU.
+    def prepare(self, rows: Collection[tuple[int, str, int]] = ()) -> None:
+        """Load the kernels that every row needs, and those that look up and update ``rows``: columns, dtype
+        of the weights and kind of the optimizer's step. So it is known whether they compile for this GPU
+        before anything depends on it.
 
         Raises ``GpuError``.
         """
         self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+        for part in parts_of(rows):
+            self.parts.kernels.prepare(part)
 
     def memory(self) -> tuple[int, int]:
         """Return the free bytes of the GPU's memory, and all of its bytes."""
@@ -216,6 +220,10 @@ class UvmDevice:
     def memory(self) -> tuple[int, int]:
         """Return what the GPU says: how much the host has is not known here."""
         return self._gpu.memory()
+
+    def prepare(self, rows: Collection[tuple[int, str, int]] = ()) -> None:
+        """Load the GPU's kernels, as :meth:`CudaDevice.prepare` does."""
+        self._gpu.prepare(rows)
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> UvmRows:
         """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""

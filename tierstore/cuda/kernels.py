@@ -49,6 +49,11 @@ class Kernels:
                 self._functions[part, name] = function
             return function
 
+    def prepare(self, part: Part) -> None:
+        """Load a part of the kernels, as :meth:`load` does when one of them is used first."""
+        with self._lock, self._streams.calls():
+            self._module(part)
+
     def _module(self, part: Part) -> int:
         if part not in self._modules:
             driver = self._streams.driver

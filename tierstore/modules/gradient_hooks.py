@@ -19,6 +19,7 @@ from tierstore._core import OptimizerStep, UpdateArgs
 from tierstore.cache.device import DeviceRows
 from tierstore.errors import ConfigError, GradientError
 from tierstore.keys import split
+from tierstore.modules.gpu import brought
 from tierstore.modules.parts import Part
 from tierstore.modules.row_shares import Csr, cut_rows, places_of
 from tierstore.row_format import WIDE
@@ -49,7 +50,8 @@ class GradientHooks:
 
 @dataclass(frozen=True)
 class Hooked:
-    """``gradients`` of the unique rows ``at`` of a part, which are of ``table``, as its hooks left them."""
+    """``gradients`` of the unique rows ``at`` of a part, which are of ``table``, as its hooks left them, on the
+    device of the part."""
 
     table: int
     at: slice | NDArray[np.intp]
@@ -92,7 +94,8 @@ def hooked_gradients(
             if at is not None:
                 reduced = _reduced(index, part, gradients, at)
                 chosen = torch.from_numpy(ids[at].astype(np.int64))
-                own.append(Hooked(number, at, _run(name, of_table, chosen, reduced)))
+                left = _run(name, of_table, chosen, reduced)
+                own.append(Hooked(number, at, brought(left, torch.device(part.device))))
         found.append(own)
     return found
 

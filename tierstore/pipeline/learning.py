@@ -44,6 +44,16 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from leaves(item, (*path, ("attr", name)))
 
 
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a batch, those of keyed jagged tensors included."""
+    for _, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+            continue
+        parts = leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none()
+        yield from (part for part in parts if part is not None)
+
+
 def follow(batch: Any, path: Path) -> Any:
     """Return the leaf at ``path``. Raises LookupError, AttributeError or TypeError if the batch has another
     structure."""

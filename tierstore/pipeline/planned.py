@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
@@ -17,7 +14,7 @@ from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
 from tierstore.modules.gpu import current_streams, on_streams
-from tierstore.pipeline.learning import leaves
+from tierstore.pipeline.learning import tensors_of
 
 
 @dataclass(eq=False)
@@ -40,7 +37,7 @@ class Planned:
     fills: bool = False  # whether the window was full when it was announced, and then when it was planned
 
     def __post_init__(self) -> None:
-        self.streams = current_streams(self._tensors())
+        self.streams = current_streams(tensors_of(self.batch))
         """The current streams of the thread that pulled the batch."""
 
     def on_streams(self) -> AbstractContextManager[None]:
@@ -56,6 +53,11 @@ class Planned:
         self.settled.open()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is a batch whose ids nobody reads any more but its forward call."""
+        return self.prepared.is_open and not self.is_end
+
+    @property
     def rows(self) -> int:
         """Distinct rows of the batch on this rank."""
         return sum(len(pinned.batch.unique) for _, pinned in self.lookups)
@@ -64,17 +66,9 @@ class Planned:
     def nbytes(self) -> int:
         """Bytes of the batch and its lookups while it waits for its turn."""
         lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
-        own = sum(t.nbytes for t in self._tensors())
+        own = sum(t.nbytes for t in tensors_of(self.batch))
         own += sum(part.nbytes for each in lookups for part in each.parts)
         return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for _, leaf in leaves(self.batch):
-            if isinstance(leaf, Tensor):
-                yield leaf
-                continue
-            parts = leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none()
-            yield from (part for part in parts if part is not None)
 
 
 class RecentBatches:

@@ -9,13 +9,13 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from cache_policies.windows import FIRST_ROWS
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
-from tierstore.pipeline.learning import Call, Recorder, is_keyed_jagged
+from tierstore.pipeline.copies import GpuCopies, Unchanged
+from tierstore.pipeline.learning import Call, Recorder
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
 from tierstore.pipeline.session import Session
@@ -59,6 +59,17 @@ def prefetch(
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
+    return _prefetched(loader, model, depth, window, inputs, Unchanged())
+
+
+def _prefetched(
+    loader: Iterable[Batch],
+    model: nn.Module | Sequence[nn.Module],
+    depth: int | str | None,
+    window: int | str | None,
+    inputs: Inputs | None,
+    copies: Unchanged,
+) -> Prefetched[Batch]:
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = _tiered_modules(models)
     config = modules[0].engine.config
@@ -67,7 +78,7 @@ def prefetch(
     given = _given_calls(models, inputs) if inputs is not None else None
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):  # as iter() takes
         raise TypeError(f"a {type(loader).__name__} is no iterable of batches; give a DataLoader or a list")
-    return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given))
+    return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given, copies))
 
 
 def _number(name: str, value: int | str, maximum: int) -> int | None:
@@ -154,31 +165,33 @@ def _run(
     depth: int | None,
     window: int | None,
     given: list[Call] | None,
+    copies: Unchanged,
 ) -> Iterator[Batch]:
     tables = _Tables(modules)
     try:
         if given is None:
             recorder = Recorder([module for module in modules if tables.has(module)])
             try:
-                yield from _learn(loader, recorder)
+                yield from _learn(loader, recorder, copies)
             finally:
                 recorder.stop()
             calls = recorder.calls
         else:
             calls = [call for call in given if tables.has(call.module)]
         if calls:
-            yield from _ahead(loader, tables.begin(calls), depth, window)
+            yield from _ahead(loader, tables.begin(calls), depth, window, copies)
         else:
-            yield from loader
+            yield from map(copies.finish, loader)
     finally:
+        copies.forget()
         tables.end()
 
 
-def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
+def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> Iterator[Batch]:
     """Yield batches until a batch has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
-        yield batch
+        yield copies.finish(batch)
         if recorder.learn(batch):
             break
     for module in recorder.unknown:
@@ -194,7 +207,7 @@ def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
 
 
 def _ahead(
-    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None
+    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None, copies: Unchanged
 ) -> Iterator[Batch]:
     failed: Exception | None = None
 
@@ -223,7 +236,7 @@ def _ahead(
     more = _fill(session, pull, depth, window)
     while (planned := next_batch()) is not None:
         try:
-            yield planned.batch
+            yield _brought(planned, session, copies)
         finally:
             session.finish(planned)
         if more:
@@ -233,6 +246,14 @@ def _ahead(
         session.allow()
     if failed is not None:
         raise failed
+
+
+def _brought(planned: Planned, session: Session, copies: Unchanged) -> Any:
+    """Return the batch where it is used, and begin to bring the one after it."""
+    batch = copies.finish(planned.batch)
+    if session.following is not None:
+        copies.start(session.following.batch)
+    return batch
 
 
 def _fill(
@@ -291,9 +312,10 @@ class PrefetchPipeline:
     """TorchRec-shaped training loop: ``progress(iterator)`` does one step and returns the model's output.
 
     ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are
-    updated in the backward pass). Batches are moved to ``device`` with their own ``to``; to a GPU when they
-    are used, without their keyed jagged tensors, since the host plans lookups. ``StopIteration`` ends the
-    epoch.
+    updated in the backward pass). Batches are moved to ``device`` with their own ``to``. To a GPU a stream of
+    its own copies the next batch while one is in use, without waiting where its memory is pinned; keyed
+    jagged tensors stay on the host, which plans lookups. A class of batches that is no pytree of torch shows
+    its tensors as attributes, or has ``record_stream``. ``StopIteration`` ends the epoch.
     """
 
     def __init__(
@@ -311,7 +333,8 @@ class PrefetchPipeline:
         """Called with each batch; returns ``(loss, output)``."""
         self.optimizer = optimizer
         self.device = torch.device(device)
-        self._options: dict[str, Any] = {"depth": depth, "window": window, "inputs": inputs}
+        self._options = depth, window, inputs
+        self._copies = GpuCopies(self.device) if self.device.type == "cuda" else Unchanged()
         self._source: Any = None
         self._batches: Iterator[Any] | None = None
 
@@ -320,20 +343,21 @@ class PrefetchPipeline:
         if self._batches is None or dataloader_iter is not self._source:
             self.close()
             self._source = dataloader_iter
-            batches = dataloader_iter if self._is_gpu else self.batches_of(dataloader_iter)
-            self._batches = prefetch(batches, self.model, **self._options)
+            batches = self.batches_of(dataloader_iter)
+            self._batches = _prefetched(batches, self.model, *self._options, self._copies)
         try:
             batch = next(self._batches)
-            if self._is_gpu:
-                batch = pytree.tree_map(self._to_device, batch, is_leaf=is_keyed_jagged)
         except BaseException:
             self.close()
             raise
         return self.step(batch) if self.model.training else self.evaluate(batch)
 
     def batches_of(self, dataloader_iter: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of the iterator on the device."""
-        return (self._to_device(batch) for batch in dataloader_iter)
+        """Yield the batches of the iterator that are trained: on the device, unless it is a GPU, to which
+        they are copied when they are used."""
+        if self.device.type == "cuda":
+            return dataloader_iter
+        return (batch.to(self.device) if hasattr(batch, "to") else batch for batch in dataloader_iter)
 
     def evaluate(self, batch: Any) -> Any:
         """Do a forward pass without gradients and return the model's output."""
@@ -349,15 +373,6 @@ class PrefetchPipeline:
         if self.optimizer is not None:
             self.optimizer.step()
         return output
-
-    @property
-    def _is_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def _to_device(self, batch: Any) -> Any:
-        if not hasattr(batch, "to") or (self._is_gpu and is_keyed_jagged(batch)):
-            return batch
-        return batch.to(self.device, non_blocking=True) if self._is_gpu else batch.to(self.device)
 
     def close(self) -> None:
         """End the prefetch; the next :meth:`progress` starts anew."""

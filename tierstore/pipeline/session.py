@@ -50,8 +50,7 @@ class Session:
     """
 
     def __init__(self, engines: list[Engine], calls: list[Call]) -> None:
-        self.engines = engines
-        self.calls = calls
+        self.engines, self.calls = engines, calls
         self.groups: list[TierGroup] = list({id(c): c for e in engines for c in e.groups}.values())
         self.depth = 0
         self.ranks = RankExchanges(calls)
@@ -71,11 +70,7 @@ class Session:
         self._recent = RecentBatches()
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
-        self._exhausted = False
-        self._started = False
-        self._stopping = False
-        self._closed = False
-        self._broken = False
+        self._exhausted = self._started = self._stopping = self._closed = self._broken = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -213,6 +208,11 @@ class Session:
         for module, ahead in planned.aheads:
             module.keep_for_forward(ahead)
         return planned
+
+    @property
+    def following(self) -> Planned | None:
+        """Return the batch that is used next, once the worker has read its ids."""
+        return self._coming[0] if self._coming and self._coming[0].is_ready else None
 
     def finish(self, planned: Planned) -> None:
         """Give back the lookups of a used batch that no forward call has taken."""
