@@ -69,6 +69,17 @@ struct KeyedBags {
   std::int64_t num_keys() const { return bag_begin.size() - 1; }
   std::int64_t num_ids() const { return offsets.data()[offsets.size() - 1]; }
   std::int64_t IdBegin(std::int64_t key) const { return offsets.data()[bag_begin.data()[key]]; }
+
+  std::vector<std::int64_t> Counts(const Array<std::int64_t>& keys) const {
+    std::vector<std::int64_t> counts;
+    counts.reserve(static_cast<std::size_t>(keys.size()));
+    for (py::ssize_t at = 0; at < keys.size(); ++at) {
+      const std::int64_t key = keys.data()[at];
+      Require(key >= 0 && key < num_keys(), "there are not so many keys");
+      counts.push_back(IdBegin(key + 1) - IdBegin(key));
+    }
+    return counts;
+  }
 };
 
 KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::int64_t>& bags_per_key,
@@ -190,22 +201,32 @@ struct KeyedFeatures {
   }
 };
 
-py::tuple MakeLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& id_args,
-                     const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride) {
+std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& id_args,
+                                 BadId* bad) {
   const Integers ids(id_args);
   self.Check(bags);
   Require(ids.count == bags.num_ids(), "the bags are of another number of ids");
   const std::vector<IdSegment> segments = self.Segments(bags, ids);
   auto batch = std::make_shared<Batch>();
+  const py::gil_scoped_release unlocked;
+  *bad = Deduplicate(segments, batch.get());
+  return batch;
+}
+
+py::tuple MakeLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids,
+                     const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride) {
   BadId bad;
-  {
-    const py::gil_scoped_release unlocked;
-    bad = Deduplicate(segments, batch.get());
-  }
+  auto batch = MakeBatch(self, bags, ids, &bad);
   const KeyedBags own = self.Own(bags);
   return py::make_tuple(std::move(batch),
                         BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, self.modes}.Checked(),
                         bad.segment, bad.position, bad.id);
+}
+
+py::tuple MakeRowLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids) {
+  BadId bad;
+  auto batch = MakeBatch(self, bags, ids, &bad);
+  return py::make_tuple(std::move(batch), bad.segment, bad.position, bad.id);
 }
 
 }  // namespace
@@ -232,7 +253,8 @@ TIERSTORE_BINDINGS(keyed) {
             for (std::int64_t key = 0; key <= bags.num_keys(); ++key) begin.push_back(bags.IdBegin(key));
             return begin;
           },
-          "Where the ids of every key begin, and the end of the last key's.");
+          "Where the ids of every key begin, and the end of the last key's.")
+      .def("counts", &KeyedBags::Counts, py::arg("keys").noconvert(), "The number of ids of each of `keys`.");
   py::class_<KeyedFeatures>(m, "KeyedFeatures",
                             "Pooled features of one row layout: which key of a batch each feature has, the "
                             "table of its ids and the table's rows (int64), and its mode as in Bags. Ids "
@@ -246,5 +268,7 @@ TIERSTORE_BINDINGS(keyed) {
            py::arg("out_stride").noconvert(),
            "Deduplicates the ids of all features. ids: as the lengths of KeyedBags; out_offset, out_stride: "
            "as "
-           "in Bags. Returns (Batch, Bags, bad feature or -1, its position, the id).");
+           "in Bags. Returns (Batch, Bags, bad feature or -1, its position, the id).")
+      .def("lookup_rows", &MakeRowLookup, py::arg("bags"), py::arg("ids"),
+           "The same of features whose rows are returned one by one: without Bags.");
 }

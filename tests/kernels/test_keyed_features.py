@@ -88,6 +88,11 @@ def test_features_are_those_of_separate_calls(keyed: Keyed, data: st.DataObject)
     assert made.takes_max == (2 in modes)
     sizes = [len(keyed.of_key(key)[1]) for key in in_order]
     assert bags.id_begin == [0, *np.cumsum(sizes).tolist()]
+    assert bags.counts(np.array(keys, np.int64)) == [sizes[key] for key in keys]
+    rows, *found = features.lookup_rows(bags, integers(keyed.ids))
+    assert found == [-1, 0, 0]
+    assert np.array_equal(rows.unique, expected.unique)
+    assert np.array_equal(rows.inverse, expected.inverse)
 
 
 @pytest.mark.parametrize("count", [(1 << 16) - 1, 1 << 16, (1 << 16) + 1])
@@ -131,6 +136,12 @@ def test_features_that_do_not_fit() -> None:
     for key in (-1, 2):
         with pytest.raises(ValueError, match="not so many keys"):
             one_feature(key).lookup(bags, integers(keyed.ids), at, at)
+        with pytest.raises(ValueError, match="not so many keys"):
+            one_feature(key).lookup_rows(bags, integers(keyed.ids))
+        with pytest.raises(ValueError, match="not so many keys"):
+            bags.counts(np.array([0, key], np.int64))
+    with pytest.raises(ValueError, match="another number of ids"):
+        one_feature(0).lookup_rows(bags, integers(keyed.ids[:1]))
     with pytest.raises(ValueError, match="another number of ids"):
         one_feature(0).lookup(bags, integers(keyed.ids[:1]), at, at)
     with pytest.raises(ValueError, match="differ in length"):
@@ -139,6 +150,7 @@ def test_features_that_do_not_fit() -> None:
         core.KeyedFeatures(keys=np.zeros(2, np.int64), tables=at, bounds=at, modes=np.zeros(1, np.uint8))
     assert one_feature(0).lookup(bags, integers(keyed.ids), at, at)[2:] == (-1, 0, 0)
     assert one_feature(1).lookup(bags, integers(keyed.ids), at, at)[2:] == (0, 0, BOUND)
+    assert one_feature(1).lookup_rows(bags, integers(keyed.ids))[1:] == (0, 0, BOUND)
 
 
 def test_padding_is_left_out() -> None:

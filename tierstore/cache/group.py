@@ -8,6 +8,7 @@ valid one unless an exclusive tier has the row. Locks: a thread that moves rows 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ class TierGroup:
         self.tables = tables
         self.fast = tiers[0]
         self.device = tiers[0].plan.device
+        self.device_name = self.device.name
         self.stack = TierStack(name, tiers)
         self.order = LookupOrder()
         # Where no row leaves the fast tier, and none comes from below, nobody asks when rows are used.
@@ -79,8 +81,8 @@ class TierGroup:
         below = self.stack.lower[0].codec if self.stack.lower else None
         self._victims = Buffer(layout.row_bytes if below is None else below.row_bytes)
         self._policy_seconds = 0.0  # seconds counted so far
-        self._closed = False
         self._process = OwnProcess()
+        self._open_in = os.getpid()  # 0 when closed
         self.check_process = self._process.check
         """Raises ``ClosedError`` in a forked child, where no tier is."""
         self._warned_overflow = False
@@ -103,7 +105,7 @@ class TierGroup:
     def lookup(self, batch: _core.Batch) -> TierRows:
         """Bring the rows into the fast tier now. A signal that raises meanwhile leaves all rows as before or
         after it."""
-        if self.resident is not None and not self.stats.has_plans_ahead:
+        if self.resident is not None and not self.stats.before:
             self.check_open()
             if (found := self.resident.find(batch)) is not None:
                 return ResidentRows(self, batch, found, self.fast.rows)
@@ -388,12 +390,12 @@ class TierGroup:
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after :meth:`close`, and in a forked child."""
-        self.check_process()
-        if self._closed:
+        if os.getpid() != self._open_in:
+            self.check_process()
             raise ClosedError("the tables are closed; build the module again to use them")
 
     def close(self) -> None:
         """Refuse further calls, and end the threads of the tiers."""
         with self.residency_lock:
-            self._closed = True
+            self._open_in = 0
         self.stack.close()

@@ -177,46 +177,41 @@ class GroupStats:
         self.tables: TableCounts = {name: np.zeros((self._tables, 2), np.int64) for name in self._names}
         self.prefetched: tuple[int, int] | None = None
         """Depth and window of the newest prefetch."""
-        self._before: deque[Before] = (
-            deque()
-        )  # lookups planned ahead, in order; not their PinnedRows, which graphs own
+        self.before: deque[Before] = deque()
+        """Counters of before each lookup that is planned ahead, in order; their PinnedRows, which graphs own,
+        are not here."""
 
     def plans_ahead(self) -> Before:
         """Save the counters before a lookup that a forward call will use later, and return them."""
         self.count_rest()
         self._forget_used()
-        self._before.append(Before.copy_of(self.counters, self.tiers, self.tables))
-        return self._before[-1]
+        self.before.append(Before.copy_of(self.counters, self.tiers, self.tables))
+        return self.before[-1]
 
     def plans_now(self) -> None:
         """Forget kept counters: a lookup is about to be planned, and none is planned ahead any more."""
-        self._before.clear()
+        self.before.clear()
 
     def counted(self) -> Before:
         """Return the counters without lookups that no forward call has used yet."""
         self.count_rest()
         self._forget_used()
-        if not self._before:
+        if not self.before:
             return Before.copy_of(self.counters, self.tiers, self.tables)
         # The computing thread's counters never run ahead.
         counters = replace(
-            self._before[0].group,
+            self.before[0].group,
             stall_seconds=self.counters.stall_seconds,
             compute_seconds=self.counters.compute_seconds,
             read_rows=self.counters.read_rows,
         )
-        return replace(self._before[0], group=counters)
+        return replace(self.before[0], group=counters)
 
     def _forget_used(self) -> None:
         """Forget the counters of lookups planned ahead, up to the last one that was used."""
-        used = [index for index, before in enumerate(self._before) if before.used]
+        used = [index for index, before in enumerate(self.before) if before.used]
         for _ in range(used[-1] + 1 if used else 0):
-            self._before.popleft()
-
-    @property
-    def has_plans_ahead(self) -> bool:
-        """Whether counters are kept of lookups that are planned ahead."""
-        return bool(self._before)
+            self.before.popleft()
 
     def count_resident(self, lookups: int, table_rows: NDArray[np.int64], accesses: tuple[int, int]) -> None:
         """Count lookups in the fast tier, of which no other tier has any row. ``table_rows``, int64

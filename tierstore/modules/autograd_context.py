@@ -3,8 +3,8 @@ backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,18 @@ Lookup = TypeVar("Lookup")
 class LookupFunction(torch.autograd.Function):
     """An autograd function that is called as often as lookups are."""
 
+    _plain_apply: ClassVar[Callable[..., Tensor]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._plain_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
     @classmethod
     def apply(cls, *args):  # type: ignore[no-untyped-def]
         """Call the function without what torch prepares for transforms of functions, where there are none."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        return cls._plain_apply(*args)
 
 
 class Context(Protocol[Module, Lookup]):

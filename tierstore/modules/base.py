@@ -234,7 +234,7 @@ class TieredModule(RowCalls, nn.Module):
     @property
     def has_optimizer(self) -> bool:
         """Whether the tables can be trained: not if they were built with ``optimizer=None``."""
-        return any(self.rules.trained)
+        return self.rules.any_trained
 
     @property
     def trains(self) -> bool:
@@ -266,7 +266,8 @@ class TieredModule(RowCalls, nn.Module):
     def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
         if updates:
-            self._check_forward()
+            if not self.collective and has_other_ranks():
+                self._refuse_replicas()
             lookup.acquire()
         else:
             lookup.read()
@@ -338,11 +339,10 @@ class TieredModule(RowCalls, nn.Module):
         """Return the names and hooks of trained tables that have hooks, by their numbers in the engine."""
         return self.rules.hooks_without(self.frozen_tables()) if self.rules.hooks else {}
 
-    def _check_forward(self) -> None:
+    def _refuse_replicas(self) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
-        if not self.collective and has_other_ranks():
-            ours = all(parameter.is_registered for parameter in self._shown)
-            refuse_replicas(self, self.table_names(), ours)
+        ours = all(parameter.is_registered for parameter in self._shown)
+        refuse_replicas(self, self.table_names(), ours)
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]

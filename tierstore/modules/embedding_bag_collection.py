@@ -71,7 +71,7 @@ class EmbeddingBagCollection(Collection):
         bags = bags_of_keys(keyed)
         if bags is None:
             return NotImplemented
-        shape = (bags, sum(own.dims))
+        shape = (bags, own.width)
         values = traced_pooling(self, jagged_of(keyed), own.weights_of(keyed), shape)
         return KeyedTensor(list(own.outputs), list(own.dims), values)
 
@@ -83,4 +83,4 @@ class EmbeddingBagCollection(Collection):
             features: a KeyedJaggedTensor, ours or torchrec's, with all features; other keys are ignored.
         """
         values = self.lookups.pooled(self, features)
-        return KeyedTensor(list(self.features.outputs), list(self.features.dims), values)
+        return KeyedTensor.of_parts(list(self.features.outputs), list(self.features.dims), values)

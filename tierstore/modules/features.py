@@ -129,8 +129,8 @@ class PooledFeatures(Features):
         pooling_of = {table.name: table.pooling for table in self.configs}
         self.poolings: list[PoolingType] = [pooling_of[feature.config.name] for feature in self.all]
         self.modes = [MODES[pooling.value.lower()] for pooling in self.poolings]
-        ends = accumulate(self.dims)
-        self._side_by_side = [(end - dim, sum(self.dims)) for end, dim in zip(ends, self.dims, strict=True)]
+        ends, self.width = accumulate(self.dims), sum(self.dims)
+        self._side_by_side = [(end - dim, self.width) for end, dim in zip(ends, self.dims, strict=True)]
 
     def check_counts(self, keyed: KeyedJaggedTensor, counts: Sequence[int]) -> None:
         """Raise InputError if the features' numbers of bags differ and there are no inverse indices."""
@@ -146,7 +146,7 @@ class PooledFeatures(Features):
             # every feature's vectors in a block of its own, one after another
             starts = [0, *accumulate(n * dim for n, dim in zip(counts, self.dims, strict=True))]
             return list(zip(starts, self.dims, strict=False)), (starts[-1],)
-        return self._side_by_side, (counts[0] if counts else 0, sum(self.dims))
+        return self._side_by_side, (counts[0] if counts else 0, self.width)
 
     @staticmethod
     def expands(keyed: KeyedJaggedTensor) -> bool:

@@ -24,6 +24,7 @@ from tierstore.sparse import KeyedJaggedTensor
 logger = logging.getLogger("tierstore")
 
 NO_PADDING = -1
+_DTYPES = torch.int64, torch.int32
 
 
 @dataclass(slots=True, eq=False)  # not frozen, since that makes a lookup of many features twice as long
@@ -69,7 +70,7 @@ def checked_ids(name: str, ids: Tensor, device: str = "cpu") -> Tensor:
         ids = ids.cpu()
     if not ids.numel():
         return torch.empty(ids.shape, dtype=torch.int64)
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype not in _DTYPES:
         raise InputError(f"{name} must be int64 or int32, got {ids.dtype}")
     return ids.contiguous()
 

@@ -20,6 +20,11 @@ class JaggedRows:
     never asks for is never cut. ``with_ids``: the ids are the weights.
     """
 
+    _whole_ids: tuple[Tensor, list[int]] | None = None
+    _cut_rows: Sequence[Tensor] | None = None
+    _cut_lengths: Sequence[Tensor] | None = None
+    _cut_ids: Sequence[Tensor] | None = None
+
     def __init__(
         self,
         features: Features,
@@ -30,11 +35,11 @@ class JaggedRows:
     ) -> None:
         self._features, self._keyed, self._rows = features, keyed, rows
         # The caller may give the batch other tensors before anybody asks for these.
-        self._whole_lengths, self._bags = _on(device, keyed.lengths()), keyed.stride_per_key()
-        self._whole_ids = (_on(device, keyed.values()), keyed.length_per_key()) if with_ids else None
-        self._cut_rows: Sequence[Tensor] | None = None
-        self._cut_lengths: Sequence[Tensor] | None = None
-        self._cut_ids: Sequence[Tensor] | None = None
+        lengths = keyed.lengths()
+        self._whole_lengths = lengths if device == "cpu" else lengths.to(device)
+        self._bags = keyed.stride_per_key()
+        if with_ids:
+            self._whole_ids = keyed.values().to(device), keyed.length_per_key()
 
     def by_output(self) -> dict[str, JaggedTensor]:
         """Return the features' rows with the lengths of their bags by the features' names in the output."""
@@ -72,7 +77,3 @@ def rows_by_feature(lookup: FeatureLookup, outputs: Sequence[Tensor]) -> list[Te
         for number, piece in zip(members, cut, strict=True):
             pieces[number] = piece
     return pieces
-
-
-def _on(device: str, tensor: Tensor) -> Tensor:
-    return tensor if device == "cpu" else tensor.to(device)

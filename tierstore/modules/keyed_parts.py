@@ -21,6 +21,7 @@ from tierstore.modules.inputs import NO_PADDING, joined_spans
 from tierstore.modules.parts import PooledPart, SequencePart
 from tierstore.sparse import KeyedJaggedTensor
 
+_DTYPES = torch.int64, torch.int32
 Places = Sequence[tuple[int, int]]
 """The first float and the stride of every feature's vectors in the output."""
 Output = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -42,7 +43,6 @@ class KeyedFeatures:
 
     def __init__(self, features: Sequence[KeyedFeature], padding: int = NO_PADDING) -> None:
         self._features = features
-        self._nowhere = np.zeros(len(features), np.int64), np.zeros(len(features), np.int64)
         self._native = _core.KeyedFeatures(
             keys=np.array([feature.key for feature in features], np.int64),
             tables=np.array([feature.table for feature in features], np.int64),
@@ -54,23 +54,26 @@ class KeyedFeatures:
     def part(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output) -> PooledPart:
         """Deduplicate the ids of the features; the caller adds the spans. Raises InputError for a wrong
         id."""
-        batch, own = self._lookup(group, bags, ids, output)
+        group.check_open()
+        begin = time.perf_counter()
+        batch, own, *bad = self._native.lookup(bags, described(ids), *output)
+        group.stats.counters.announce_seconds += time.perf_counter() - begin
+        if bad[0] >= 0:
+            raise self._wrong_id(*bad)
         return PooledPart(group, batch, [], bags=own)
 
     def rows(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor) -> SequencePart:
         """Deduplicate the ids of features whose rows are returned one by one, as :meth:`part` does."""
-        return SequencePart(group, self._lookup(group, bags, ids, self._nowhere)[0], [])
-
-    def _lookup(
-        self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output
-    ) -> tuple[_core.Batch, _core.Bags]:
         group.check_open()
         begin = time.perf_counter()
-        batch, own, bad, position, value = self._native.lookup(bags, described(ids), *output)
+        batch, *bad = self._native.lookup_rows(bags, described(ids))
         group.stats.counters.announce_seconds += time.perf_counter() - begin
-        if bad >= 0:
-            raise out_of_range(self._features[bad].name, value, position, self._features[bad].bound)
-        return batch, own
+        if bad[0] >= 0:
+            raise self._wrong_id(*bad)
+        return SequencePart(group, batch, [])
+
+    def _wrong_id(self, feature: int, position: int, value: int) -> InputError:
+        return out_of_range(self._features[feature].name, value, position, self._features[feature].bound)
 
     def spans(self, id_begin: Sequence[int]) -> list[tuple[int, int]]:
         """Return which ids of a batch are these features'. ``id_begin``: where the ids of each key begin."""
@@ -107,6 +110,7 @@ class KeyedParts:
         self._keys, self._groups = list(keyed.keys()), engine.groups
         self.key_of = features.keys_of(keyed)
         """The number of every feature's key."""
+        self.keys = np.array(self.key_of, np.int64)
         groups = [engine.group_of(table) for table in tables]
         numbers = range(len(groups))
         distinct = list({id(group): group for group in groups}.values())
@@ -140,7 +144,10 @@ class KeyedParts:
 
     def rows(self, bags: _core.KeyedBags, ids: Tensor) -> list[SequencePart]:
         """Return the parts for a batch whose rows are returned one by one."""
-        return [part.features.rows(part.group, bags, ids) for part in self._parts]
+        made = []
+        for part in self._parts:
+            made.append(part.features.rows(part.group, bags, ids))
+        return made
 
 
 def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
@@ -164,6 +171,4 @@ def described(tensor: Tensor) -> tuple[int, int, bool]:
 
 def _as_integers(tensor: Tensor) -> Tensor:
     """Return integers of any dtype in contiguous memory, as int32 or int64."""
-    if tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32:
-        tensor = tensor.to(torch.int64)
-    return tensor.contiguous()
+    return (tensor if tensor.dtype in _DTYPES else tensor.to(torch.int64)).contiguous()

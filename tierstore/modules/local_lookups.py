@@ -32,10 +32,6 @@ class _Local:
             parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)
         return parts
 
-    def _on_host(self, features: object) -> KeyedJaggedTensor:
-        keyed = as_keyed_jagged_tensor(features)
-        return keyed if keyed.values().is_cpu else keyed_on_host(keyed, self._engine.device_name)
-
 
 class LocalPooling(_Local):
     """Pools bags of the rows of one engine."""
@@ -44,7 +40,9 @@ class LocalPooling(_Local):
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed, own = self._on_host(features), self._features
+        keyed, own = as_keyed_jagged_tensor(features), self._features
+        if not keyed.values().is_cpu:
+            keyed = keyed_on_host(keyed, self._engine.device_name)
         ids, bags = own.values_of(keyed), bags_of(keyed)
         parts = self._parts_of(keyed)
         if keyed.variable_stride_per_key():
@@ -86,11 +84,12 @@ class LocalRows(_Local):
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed = self._on_host(features)
+        keyed = as_keyed_jagged_tensor(features)
+        if not keyed.values().is_cpu:
+            keyed = keyed_on_host(keyed, self._engine.device_name)
         ids, bags = self._features.values_of(keyed), bags_of(keyed)
-        parts, begin = self._parts_of(keyed), bags.id_begin
-        counts = [begin[key + 1] - begin[key] for key in parts.key_of]
-        return FeatureLookup(parts.rows(bags, ids), (), parts.members, counts)
+        parts = self._parts_of(keyed)
+        return FeatureLookup(parts.rows(bags, ids), (), parts.members, bags.counts(parts.keys))
 
     def rows(self, module: TieredModule, keyed: KeyedJaggedTensor) -> Callable[[], Sequence[Tensor]]:
         """Look the rows of a batch up. Return what returns for every feature the rows of its ids, float32

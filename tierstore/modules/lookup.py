@@ -20,7 +20,7 @@ from tierstore._core import LookupArgs, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.pinned_rows import Rows
 from tierstore.modules.autograd_context import Context, LookupFunction, PooledContext
-from tierstore.modules.parts import Lookup, Part, PooledPart
+from tierstore.modules.parts import Lookup, Part, PooledPart, new_floats
 from tierstore.modules.row_updates import Gradients, Rest, Updates, update_rows
 
 PooledCtx: TypeAlias = "PooledContext[Updates | None, Lookup]"
@@ -131,19 +131,20 @@ class PooledFunction(LookupFunction):
         ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor
     ) -> Tensor:
         out = lookup.new_output()
-        kept = kept_weights(lookup.parts, weights) if weights else [None] * len(lookup.parts)
-        ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
-        ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
-        # autograd then notices weights changed in place, and a second backward pass without retain_graph
-        ctx.save_for_backward(anchor, *weights)
-        # the weights' gradients need the rows as they are now; other backward passes may change the rows
-        ctx.weighted = [_weighted(ctx, *one) for one in enumerate(weights)] if weights else []
+        ctx.weights = kept_weights(lookup.parts, weights) if weights else [None] * len(lookup.parts)
+        ctx.argmaxes = pooled_forward(lookup.parts, out, ctx.weights)  # type: ignore[arg-type]
+        ctx.module, ctx.lookup, ctx.weighted = module, lookup, ()
+        if weights:
+            # autograd then notices weights changed in place
+            ctx.save_for_backward(*weights)
+            # their gradients need the rows as they are now; other backward passes may change the rows
+            ctx.weighted = [_weighted(ctx, *one) for one in enumerate(weights)]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.saved_tensors
+        _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
         return (None, None, None, *pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx)))
 
 
@@ -184,13 +185,12 @@ class SequenceFunction(LookupFunction):
     @staticmethod
     def forward(ctx: SequenceCtx, anchor: Tensor, module: Updates, lookup: Lookup) -> tuple[Tensor, ...]:
         ctx.module, ctx.lookup = module, lookup
-        ctx.save_for_backward(anchor)
         return sequence_forward(lookup.parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: SequenceCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.saved_tensors
+        _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
         sequence_backward(ctx, grads)
         return (None, None, None)
 
@@ -219,9 +219,10 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     outs = []
     for part in parts:
         assert part.rows is not None
-        dim = part.group.layout.dim
-        args = _lookup_args(part, part.rows)
-        out = torch.empty((len(args.inverse), dim), dtype=torch.float32, device=part.device)
+        part.group.check_process()
+        dim, inverse = part.group.layout.dim, part.rows.inverse
+        args = LookupArgs(dim=dim, slots=part.rows.slots, inverse=inverse)
+        out = new_floats((len(inverse), dim), part.device)
         begin = time.perf_counter()
         part.rows.device_rows.lookup_rows(args, out.data_ptr(), dim)
         part.group.stats.counters.compute_seconds += time.perf_counter() - begin

@@ -29,6 +29,7 @@ class TableRules:
         some = next((spec for spec in each.values() if spec is not None), None)
         self.trained = [each.get(name, some) is not None for name in self.names]
         """Whether each table has an optimizer."""
+        self.any_trained = any(self.trained)
         self.hooks = hooks
 
     def name_of(self, number: int) -> str:

@@ -18,7 +18,9 @@ from tierstore.errors import ConfigError
 
 logger = logging.getLogger("tierstore")
 
-_IS_AVAILABLE = torch.distributed.is_available()
+_group = torch.distributed.group if torch.distributed.is_available() else None
+active_ddp = nn.parallel.DistributedDataParallel._get_active_ddp_module
+"""Returns the DistributedDataParallel whose forward call is under way, or None."""
 
 _USE_OURS = (
     "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
@@ -30,8 +32,7 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 def has_other_ranks() -> bool:
     """Return whether this process is one of several."""
-    distributed = torch.distributed
-    return _IS_AVAILABLE and distributed.is_initialized() and distributed.get_world_size() > 1
+    return _group is not None and _group.WORLD is not None and torch.distributed.get_world_size() > 1
 
 
 def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_ours: bool) -> None:
@@ -56,11 +57,6 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
             torch.distributed.get_world_size(),
             _USE_OURS,
         )
-
-
-def active_ddp() -> nn.parallel.DistributedDataParallel | None:
-    """Return the DistributedDataParallel whose forward call is under way, or None."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 class _Scalers:

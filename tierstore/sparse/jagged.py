@@ -126,7 +126,8 @@ class JaggedTensor(JaggedBase):
     Construction checks shapes, dtypes and devices; ``validate()`` also reads the data. Both raise InputError.
     """
 
-    _source: tuple[JaggedSource, int]
+    _source: JaggedSource
+    _number: int
 
     def __init__(
         self,
@@ -153,10 +154,10 @@ class JaggedTensor(JaggedBase):
 
     def __getattr__(self, name: str) -> Tensor | None:
         """Ask the source for a part that this object does not have yet."""
-        source, number = self.__dict__.get("_source", (None, 0))
+        source = self.__dict__.get("_source")
         if source is None or name not in _FROM_SOURCE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        part: Tensor | None = getattr(source, name[1:])(number)
+        part: Tensor | None = getattr(source, name[1:])(self._number)
         self.__dict__[name] = part
         return part
 
@@ -285,7 +286,8 @@ def jagged_by_name(names: Sequence[str], source: JaggedSource) -> dict[str, Jagg
     found, new = {}, object.__new__
     for number, name in enumerate(names):
         found[name] = jagged = new(JaggedTensor)
-        jagged._source = source, number
+        jagged._source = source
+        jagged._number = number
     return found
 
 

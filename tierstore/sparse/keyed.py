@@ -66,6 +66,13 @@ class KeyedTensor(Keys):
         self._offset_per_key = offset_per_key
         self._index_per_key = index_per_key
 
+    @classmethod
+    def of_parts(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
+        """Make a KeyedTensor of parts that are known to fit; the constructor checks them."""
+        keyed = object.__new__(cls)
+        keyed._assign(keys, length_per_key, values, 1)
+        return keyed
+
     @staticmethod
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1

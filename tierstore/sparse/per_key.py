@@ -77,11 +77,9 @@ class FiguresPerKey(JaggedBase, Keys):
             if inverse is not None and inverse[1].numel():
                 return inverse[1].size(-1)
             return int(strides.sum(dim=1).max())
-        return self._bags() // len(self._keys)
-
-    def _bags(self) -> int:
         lengths, offsets = self._lengths, self._offsets
-        return lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+        bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+        return bags // len(self._keys)
 
     def stride_per_key(self) -> list[int]:
         """Return the number of bags of each key."""
