@@ -12,12 +12,12 @@
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
 # next call compile that file, and a header under csrc/ all of them. Objects lie in build/, and all builds share them.
-# PYTHON and TORCH choose the interpreter and the torch release, JOBS the number of test processes (0: in pytest's own,
-# for a debugger).
+# PYTHON and TORCH choose the interpreter and the torch release, JOBS the number of test processes (one more than CI has
+# cores, since tests wait for disks, timers and one another; 0: in pytest's own, for a debugger).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 PYTEST_ARGS ?=
 
