@@ -46,6 +46,8 @@ def serve(path: str, ready: int) -> dict[str, Any] | None:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
+                    for process in clients:
+                        os.kill(process, signal.SIGKILL)
                     return None
                 if key.fileobj is woken:
                     woken.recv(4096)
