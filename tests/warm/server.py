@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,23 +56,30 @@ def serve(path: str, ready: int) -> dict[str, Any] | None:
                 elif key.fileobj is listening:
                     client = listening.accept()[0]
                     request, files = _read(client)
-                    process = os.fork()
+                    process = os.fork() if request else -1
                     if not process:
                         return _begin(request, files)
                     for file in files:
                         os.close(file)
-                    client.sendall(process.to_bytes(8, "little"))
-                    clients[process] = client
-                    selector.register(client, selectors.EVENT_READ, process)
-                else:  # its command was killed
+                    if request:
+                        _tell(client, process)
+                        clients[process] = client
+                        selector.register(client, selectors.EVENT_READ, process)
+                elif key.data in clients:  # its command was killed
                     selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
 
 
 def _read(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return what a command asks for, nothing if it was killed before it had said so, and its files."""
     size, files, _, _ = socket.recv_fds(client, 8, 3, socket.MSG_WAITALL)
     text = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
-    return json.loads(text), files
+    return json.loads(text) if text and len(text) == int.from_bytes(size, "little") else {}, files
+
+
+def _tell(client: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the command was killed
+        client.sendall(number.to_bytes(8, "little"))
 
 
 def _answer(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
@@ -82,7 +90,7 @@ def _answer(clients: dict[int, socket.socket], selector: selectors.BaseSelector)
             client = clients.pop(process)
             if client in {key.fileobj for key in selector.get_map().values()}:
                 selector.unregister(client)
-                client.sendall(status.to_bytes(8, "little"))
+                _tell(client, status)
             client.close()
 
 
