@@ -1,10 +1,34 @@
-"""Checks marked ``cuda`` run where a GPU is; elsewhere they are counted, in several processes, too."""
+"""Checks marked ``cuda`` run where a GPU is; elsewhere they are counted, in several processes, too.
+
+Files that take longest are begun first, so that no process is alone with one at the end.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+LONGEST_FIRST = [
+    "tests/docs/test_blocks.py",
+    "tests/cuda/test_compiled_kernels.py",
+    "tests/cli/test_cli_ranks.py",
+    "tests/cache_policies/test_policy_conformance.py",
+    "tests/attack/test_attack.py",
+    "tests/cuda/test_sharded_on_gpu.py",
+    "tests/examples/test_examples.py",
+    "tests/cuda/test_module_runs.py",
+    "tests/pipeline/test_interrupts.py",
+    "tests/checkpoint/test_killed.py",
+    "tests/sharding/test_stopped_ranks.py",
+    "tests/mirror/test_scripts.py",
+    "tests/test_memory_budget.py",
+    "tests/cache_policies/test_libcachesim.py",
+    "tests/store/native/test_nearly_full.py",
+    "tests/store/native/test_native_interrupts.py",
+    "tests/modules/test_lookup_ops.py",
+    "tests/cuda/test_modules_on_gpu.py",
+]
 
 _wanted = pytest.StashKey[tuple[int, str]]()
 
@@ -22,6 +46,8 @@ def _missing() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     want = [item for item in items if item.get_closest_marker("cuda")]
     missing = _missing() if want else ""
     if missing:

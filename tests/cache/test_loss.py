@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tierstore import TierConfig, TieredEmbeddingBag, offload, optim
 
 ROWS, DIM = 4000, 4
@@ -60,7 +60,7 @@ ENDS = {
 def test_processes_that_end(end: str, tmp_path: Path) -> None:
     code, rows, status = ENDS[end]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, str(tmp_path / "rows")],
+        [warm.python(), "-c", SCRIPT + code, str(tmp_path / "rows")],
         capture_output=True,
         text=True,
         timeout=300,

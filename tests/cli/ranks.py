@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tests import warm
 from tierstore.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -50,16 +51,21 @@ def make_plan(
     return folder / "plan.json"
 
 
-def command(*arguments: str | Path, ranks: int = 2, module: str = "tierstore.cli") -> list[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launch, "-m", module, "train", *DATA, "--threads", "1", *map(str, arguments)]
+def command(*arguments: str | Path, ranks: int = 2) -> list[str]:
+    """Return the arguments of torchrun."""
+    launch = ["--standalone", "--nproc-per-node", str(ranks), "-m", "tests.cli.small_command"]
+    return [*launch, "train", *DATA, "--threads", "1", *map(str, arguments)]
 
 
 def train(*arguments: str | Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """Train on ranks; return what torchrun and its ranks printed."""
-    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(
-        command(*arguments, ranks=ranks), capture_output=True, text=True, timeout=170, env=environment
+        [str(warm.folder() / "torchrun"), *command(*arguments, ranks=ranks)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**os.environ, **ENVIRONMENT},
     )
 
 
@@ -81,11 +87,11 @@ def disturbed(folder: Path, *arguments: str | Path, kill: int | None = None) -> 
     """Train until there is a checkpoint; then kill this rank, or send torchrun Ctrl-C. Return own lines."""
     with open(folder / "stderr", "w+") as errors:
         run = subprocess.Popen(
-            command("--steps", "100000", *arguments, module="tests.cli.often_shown"),
+            [sys.executable, "-m", "torch.distributed.run", *command("--steps", "100000", *arguments)],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "PYTHON_EXEC": warm.python(), "SHOWN_EVERY_S": "1"},
         )
         try:
             _wait_for_progress(folder / "stderr", run)

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -58,14 +59,30 @@ def _compile(part: Part, output: Path, *options: str) -> str:
     return done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("part", _PARTS, ids=str)
-def test_registers_and_spills(part: Part, tmp_path: Path) -> None:
-    architectures = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in _ARCHITECTURES]
-    report = _compile(part, tmp_path / "kernels.fatbin", "--fatbin", "-Xptxas", "-v", *architectures)
+@dataclass(frozen=True)
+class Compiled:
+    """A part of the kernels, what ptxas reports of it for every architecture, and its PTX."""
+
+    part: Part
+    report: str
+    ptx: str
+
+
+@pytest.fixture(scope="module", params=_PARTS, ids=str)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    folder = tmp_path_factory.mktemp("kernels")
+    options = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in _ARCHITECTURES]
+    options += ["--fatbin", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)]
+    report = _compile(request.param, folder / "kernels.fatbin", *options)
+    return Compiled(request.param, report, (folder / "kernels.compute_90.ptx").read_text())
+
+
+def test_registers_and_spills(compiled: Compiled) -> None:
+    part = compiled.part
     found = re.findall(
         r"Compiling entry function '(\w+)' for '(sm_\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
         r", (\d+) bytes spill loads.*?Used (\d+) registers",
-        report,
+        compiled.report,
         re.DOTALL,
     )
     assert {(name, architecture) for name, architecture, *_ in found} == {
@@ -78,10 +95,8 @@ def test_registers_and_spills(part: Part, tmp_path: Path) -> None:
         assert int(registers) <= most, (name, architecture)
 
 
-@pytest.mark.parametrize("part", _PARTS, ids=str)
-def test_ptx_keeps_the_bits(part: Part, tmp_path: Path) -> None:
-    _compile(part, tmp_path / "kernels.ptx", "--ptx", "-arch=sm_90")
-    ptx = (tmp_path / "kernels.ptx").read_text()
+def test_ptx_keeps_the_bits(compiled: Compiled) -> None:
+    part, ptx = compiled.part, compiled.ptx
     assert set(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == _kernels(part)
     instructions = set(re.findall(r"^\s+(?:@%\w+ )?([a-z]\w*(?:\.\w+)*)", ptx, re.MULTILINE))
     float_arithmetic = {i for i in instructions if i.endswith((".f32", ".f64"))}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from docs.generate.commands import parsers
+from tests import warm
 from tests.docs.page_checks import CHECKS
 from tests.docs.pages import FILE_LANGUAGES, ROOT, RUN_LANGUAGES, Block, blocks_of, pages, sentences_of
 from tierstore.cli.bench import find_benchmark
@@ -101,14 +102,10 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     CHECKS.get(name_of(page), lambda names: None)(names)
 
 
-# The launcher of the interpreter under test, whichever script of that name comes first.
-TORCHRUN = 'torchrun() { python -m torch.distributed.run "$@"; }\n'
-
-
 def run_in_a_shell(block: Block) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(warm.folder()), str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", TORCHRUN + block.to_run()],
+        ["bash", "-euo", "pipefail", "-c", block.to_run()],
         env={**os.environ, "PATH": path, "ROOT": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LONGEST_S = 170
@@ -18,7 +19,7 @@ def output_of(script: str, folder: Path, *arguments: object, ranks: int = 0) -> 
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERSTORE_")}
     done = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / script), *map(str, arguments)],
+        [warm.python(), *launch, str(EXAMPLES / script), *map(str, arguments)],
         cwd=folder,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

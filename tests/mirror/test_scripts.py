@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SMALL = {"TIERSTORE_HBM": "1MiB", "TIERSTORE_UVM": "512KiB", "TIERSTORE_SSD": "256MiB"}
@@ -27,7 +28,7 @@ def imports_changed(name: str, folder: Path) -> Path:
 
 def torchrun(script: Path, ranks: int, tiers: dict[str, str], *arguments: str) -> list[str]:
     """Run a script on ``ranks`` gloo ranks of this machine; return what rank 0 printed."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launch = [str(warm.folder() / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERSTORE_")}
     environment |= {"OMP_NUM_THREADS": "1", **tiers}
     done = subprocess.run(

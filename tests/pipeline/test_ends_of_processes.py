@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 SCRIPT = Path(__file__).with_name("ending_script.py")
 CODES = {"exception": 1, "full": 1, "exit": 3, "ctrl-c": -2}
 SAYS = {"exception": "ValueError: the user's own", "full": "StoreFullError", "ctrl-c": "KeyboardInterrupt"}
@@ -19,7 +21,13 @@ ENDS = [(how, where) for how in ("break", "exception", "exit") for where in WHER
 @pytest.mark.parametrize(("how", "where"), [*ENDS, *((how, "pulled") for how in RARE)])
 def test_a_script_ends_with_its_own_exit_code(how: str, where: str, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), how, where, str(tmp_path)],
+        [
+            sys.executable if where == "after-backward" else warm.python(),
+            str(SCRIPT),
+            how,
+            where,
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=100,
