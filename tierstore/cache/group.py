@@ -220,8 +220,7 @@ class TierGroup:
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)
 
     def _find_victims(self, plan: _core.Plan, pinned_since: int, stop: Callable[[], bool] | None) -> None:
-        """Choose victims. The call waits without ``residency_lock``: until the rows move, they are found
-        where they were."""
+        """Choose victims. The call waits without ``residency_lock``: rows that have not moved are found."""
         since, seq = pinned_since, plan.now
         while True:
             with self.residency_lock, self.stats.stage("plan_seconds"):
@@ -363,7 +362,7 @@ class TierGroup:
             call()
 
     def marking(self, pinned: TierRows) -> list[partial[None]]:
-        """Return native calls that note a change of pinned rows. They lock nothing: such rows stay there."""
+        """Return native calls that note a change of pinned rows. The calls take no lock: pinned rows stay."""
         return [partial(self.fast.native.mark_dirty, pinned.slots)] if self._rows_leave else []
 
     def flush(self) -> None:

@@ -164,8 +164,7 @@ class TieredModule(RowCalls, nn.Module):
         return {*range(len(args)), *kwargs} - {"per_sample_weights"}
 
     def feature_names(self) -> list[str]:
-        """Return the features that a collection takes out of a keyed jagged tensor; none for other
-        modules."""
+        """Return the features that a collection takes out of a keyed jagged tensor; other modules: none."""
         return []
 
     def table_names(self) -> list[str]:
@@ -288,15 +287,13 @@ class TieredModule(RowCalls, nn.Module):
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def next_update(self) -> tuple[list[TableStep], list[partial[None]]]:
-        """Begin an update; return each step with the tables that it is for (None: all), and the native calls
-        that count the update."""
+        """Begin an update; return its steps with their tables (None: all), and native calls that count it."""
         self.check_update()
         steps, counting = self.fused_optimizer.next_step()
         self.engine.changed(self.table_numbers)
         count = partial(self.engine.updates.__setitem__, self._key, self.fused_optimizer.num_updates + 1)
-        numbers = self.rules.numbers_of
-        found: list[TableStep] = [(step, None if of is None else numbers(of)) for step, of in steps]
-        return found, [counting, count]
+        own = [(step, None if of is None else self.rules.numbers_of(of)) for step, of in steps]
+        return own, [counting, count]
 
     def set_updates(self, count: int) -> None:
         """Set the optimizer's count of updates, as committed with the rows from now on."""

@@ -50,8 +50,8 @@ class GradientHooks:
 
 @dataclass(frozen=True)
 class Hooked:
-    """``gradients`` of the unique rows ``at`` of a part, which are of ``table``, as its hooks left them, on the
-    device of the part."""
+    """``gradients`` of the unique rows ``at`` of a part, which are of ``table``, as its hooks left them, on
+    the device of the part."""
 
     table: int
     at: slice | NDArray[np.intp]
