@@ -286,7 +286,7 @@ class TieredModule(RowCalls, nn.Module):
         """Set the optimizer's count of updates to the count in the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
-    def next_update(self) -> tuple[list[TableStep], list[partial[None]]]:
+    def next_update(self) -> tuple[Sequence[TableStep], Sequence[partial[None]]]:
         """Begin an update; return its steps with their tables (None: all), and native calls that count it."""
         self.check_update()
         steps, counting = self.fused_optimizer.next_step()
