@@ -82,7 +82,7 @@ class ShardedCollection(Collection):
             return super().mean_squares(parts, squares_of)
         return self._row_wise_state.mean_squares(parts, squares_of)
 
-    def next_update(self) -> tuple[list[TableStep], list[partial[None]]]:
+    def next_update(self) -> tuple[Sequence[TableStep], Sequence[partial[None]]]:
         for group in self.fused_optimizer.param_groups:
             if (limit := group["clip_grad_norm"]) is None:
                 continue
