@@ -16,7 +16,7 @@ import pytest
 from tests.in_memory import tmp_path  # noqa: F401  (a fixture: killed processes lose nothing of such files)
 
 ROOT = Path(__file__).parents[2]
-STEPS = int(os.environ.get("TIERSTORE_ATTACK_STEPS", "2500"))
+STEPS = int(os.environ.get("TIERSTORE_ATTACK_STEPS", "5000"))
 OF_ONE_RUN = 2_500
 
 
