@@ -132,8 +132,8 @@ class ScratchTable {
   static constexpr std::size_t kPlacesPerId = 2;
   static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
   static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
-  // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many places
-  // as the same share of keys takes, since growing takes longer than finding the keys.
+  // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many
+  // places as the same share of keys takes, since growing takes longer than finding the keys.
   static constexpr std::size_t kIdsPerPlace = 2;
   static constexpr std::size_t kLeastPlaces = 96;
 

@@ -16,6 +16,7 @@ from tierstore.store.native import NativeConfig, NativeStore
 
 ROUNDS = 40
 FULL = 0.75
+FULL_OF_SMALL = 2 / 3
 FULL_WITH_KEPT, FULL_WITH_TAGS = 0.45, 0.33
 """With ``keep`` of 2 or 3, and with one tag besides: docs/explanation/native_store.md promises these."""
 
@@ -113,8 +114,8 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
 @pytest.mark.parametrize("share", [0.01, 0.05])
 @pytest.mark.parametrize("size", [16, 32, 48])
 def test_rounds_of_small_rows(tmp_path, size, share):
-    """Of a row and its 12 bytes of a footer three quarters of the cap may be full."""
-    training = Training(tmp_path, [size], 40_001, footer=12)
+    """Of a row and its 12 bytes of a footer two thirds of the cap may be full."""
+    training = Training(tmp_path, [size], 40_001, FULL_OF_SMALL, footer=12)
     training.begin()
     training.rounds(share)
     training.check()
