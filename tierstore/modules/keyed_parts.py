@@ -144,10 +144,7 @@ class KeyedParts:
 
     def rows(self, bags: _core.KeyedBags, ids: Tensor) -> list[SequencePart]:
         """Return the parts for a batch whose rows are returned one by one."""
-        made = []
-        for part in self._parts:
-            made.append(part.features.rows(part.group, bags, ids))
-        return made
+        return [part.features.rows(part.group, bags, ids) for part in self._parts]
 
 
 def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:

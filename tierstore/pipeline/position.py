@@ -120,7 +120,7 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch handed out last, without batches pulled ahead: ``batches``, and
-        the loader's own ``state_dict()`` if it has one. Both numbers are of the newest pass."""
+        the loader's own ``state_dict()`` if it has one. Both entries are of the newest pass."""
         return {"batches": self._position.used, "loader": self._position.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
