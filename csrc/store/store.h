@@ -1,5 +1,5 @@
 // The native row store: rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments, with
-// an index in memory and commits that survive crashes. docs/design.md explains the idea,
+// an index in memory and commits that survive crashes. docs/explanation/native_store.md explains the idea,
 // docs/reference/formats.md the bytes.
 //
 // `Store` is the face of parts that each have a header of their own:

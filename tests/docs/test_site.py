@@ -77,6 +77,7 @@ def test_results_say_how_they_came_about(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result.keys() >= RESULT_FIELDS
     assert result["command"]
+    assert result["commit"]
     assert path.name.startswith(result["date"])
     if "columns" in result:
         assert {len(row) for row in result["rows"]} == {len(result["columns"])}
