@@ -1,5 +1,6 @@
 // Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one
 // row layout of them, in one call.
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -8,6 +9,7 @@
 #include "bindings/arrays.h"
 #include "bindings/host_rows.h"
 #include "bindings/registry.h"
+#include "bindings/shared_offsets.h"
 #include "cache/batch.h"
 
 namespace py = pybind11;
@@ -61,6 +63,20 @@ bool SumLengths(const Integers& lengths, std::int64_t total, std::int64_t* offse
   return sum();
 }
 
+// Where the first length is another one, looking takes no time.
+bool AreOnes(const Integers& lengths) {
+  const auto are_ones = [&] {
+    const auto of = [&](const auto* from) {
+      return std::all_of(from, from + lengths.count, [](auto length) { return length == 1; });
+    };
+    return lengths.is_int32 ? of(static_cast<const std::int32_t*>(lengths.From(0)))
+                            : of(static_cast<const std::int64_t*>(lengths.From(0)));
+  };
+  if (lengths.count < kUnlockFrom) return are_ones();
+  const py::gil_scoped_release unlocked;
+  return are_ones();
+}
+
 // Bag b holds ids offsets[b] .. offsets[b + 1]; key k has bags bag_begin[k] .. bag_begin[k + 1].
 struct KeyedBags {
   Array<std::int64_t> offsets, bag_begin;
@@ -85,7 +101,8 @@ struct KeyedBags {
 KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::int64_t>& bags_per_key,
                         std::int64_t num_ids, const std::optional<IntegerArgs>& offset_args) {
   const Integers lengths(length_args);
-  KeyedBags bags{Fresh<std::int64_t>(lengths.count + 1),
+  const bool one_each = lengths.count == num_ids && lengths.count < kMostShared && AreOnes(lengths);
+  KeyedBags bags{one_each ? SharedOffsets(lengths.count + 1) : Fresh<std::int64_t>(lengths.count + 1),
                  Array<std::int64_t>(static_cast<py::ssize_t>(bags_per_key.size()) + 1)};
   std::int64_t* const begin = bags.bag_begin.mutable_data();
   begin[0] = 0;
@@ -103,7 +120,7 @@ KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::i
                                                 : *static_cast<const std::int64_t*>(offsets.From(0));
     Require(first == 0, "offsets must begin with 0");
   }
-  Require(SumLengths(lengths, num_ids, bags.offsets.mutable_data()),
+  Require(one_each || SumLengths(lengths, num_ids, bags.offsets.mutable_data()),
           "the lengths are negative, or do not add up to the number of ids");
   return bags;
 }
@@ -111,9 +128,13 @@ KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::i
 // The bags of one key, of `length` ids each.
 KeyedBags EqualBags(std::int64_t count, std::int64_t length) {
   Require(count >= 0 && length >= 0, "there are no negative numbers of bags or ids");
-  KeyedBags bags{Fresh<std::int64_t>(count + 1), Array<std::int64_t>(2)};
-  std::int64_t* const offsets = bags.offsets.mutable_data();
-  for (std::int64_t bag = 0; bag <= count; ++bag) offsets[bag] = bag * length;
+  const bool one_each = length == 1 && count < kMostShared;
+  KeyedBags bags{one_each ? SharedOffsets(count + 1) : Fresh<std::int64_t>(count + 1),
+                 Array<std::int64_t>(2)};
+  if (!one_each) {
+    std::int64_t* const offsets = bags.offsets.mutable_data();
+    for (std::int64_t bag = 0; bag <= count; ++bag) offsets[bag] = bag * length;
+  }
   bags.bag_begin.mutable_data()[0] = 0;
   bags.bag_begin.mutable_data()[1] = count;
   return bags;
@@ -188,7 +209,9 @@ struct KeyedFeatures {
       const std::int64_t* const first = bags.bag_begin.data() + keys.data()[f];
       begin.mutable_data()[f + 1] = begin.data()[f] + first[1] - first[0];
     }
-    Array<std::int64_t> offsets = Fresh<std::int64_t>(begin.data()[keys.size()] + 1);
+    const std::int64_t num_bags = begin.data()[keys.size()];
+    if (num_bags < kMostShared && AreShared(bags.offsets)) return {SharedOffsets(num_bags + 1), begin};
+    Array<std::int64_t> offsets = Fresh<std::int64_t>(num_bags + 1);
     std::int64_t* to = offsets.mutable_data();
     std::int64_t at = *to = 0;
     for (py::ssize_t f = 0; f < keys.size(); ++f) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "bindings/host_rows.h"
+#include "bindings/shared_offsets.h"
 #include "common/key.h"
 
 namespace py = pybind11;
@@ -171,6 +172,12 @@ void BindLookupArguments(py::module_& m) {
       .def_readonly("out_offset", &BagArgs::out_offset)
       .def_readonly("out_stride", &BagArgs::out_stride)
       .def_readonly("modes", &BagArgs::modes)
+      .def_property_readonly(
+          "own_bytes",
+          [](const BagArgs& bags) {
+            return AreShared(bags.offsets) ? py::ssize_t{0} : bags.offsets.nbytes();
+          },
+          "Bytes of offsets that no other batch shares.")
       .def_property_readonly("takes_max", &BagArgs::TakesMax, "Whether a feature has max pooling.")
       .def("with_stride", &BagArgs::WithStride, py::arg("stride"),
            "The same bags, whose vectors lie so many floats apart.");

@@ -20,8 +20,8 @@ constexpr std::uint64_t kUsualMergeGap = 8 << 10;
 // Reads are measured when a call reads at least this many rows, from at least this many bytes of files.
 constexpr std::size_t kRowsToMeasure = 1024;
 constexpr std::uint64_t kBytesToMeasure = 64 << 20;
-// From this many rows on a read is large: other reads should not wait for it.
-constexpr std::size_t kRowsOfLargeRead = 1 << 14;
+// Lane i is for reads of fewer rows than this; the first is for all.
+constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
 
 [[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
                                const char* why) {
@@ -139,7 +139,11 @@ void Reader::ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& tar
 }
 
 Reader::Lane& Reader::PickLane(std::size_t rows) {
-  return rows < kRowsOfLargeRead && lanes_[1].rows < lanes_[0].rows ? lanes_[1] : lanes_[0];
+  std::size_t best = 0;
+  for (std::size_t lane = 1; lane < std::size(lanes_) && rows < kRowsOfLane[lane]; ++lane) {
+    if (lanes_[lane].rows < lanes_[best].rows) best = lane;
+  }
+  return lanes_[best];
 }
 
 void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {

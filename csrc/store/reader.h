@@ -3,8 +3,9 @@
 //
 // Reads come from any thread, beside all other calls. A read takes the store's mutex (store/store_mutex.h)
 // for a moment per thousand rows, and none of the mutexes of calls. Files are read without it, one batch at a
-// time in each of two lanes. Small batches go to the lane with less work; large batches always go to the
-// first lane, so that the second lane is soon free.
+// time in each of three lanes. A batch goes to the lane with the least work, but large ones to the first lane
+// only, and the third lane is for small ones. So a small batch never waits until a larger one is read, while
+// two threads read ahead.
 #pragma once
 
 #include <atomic>
@@ -61,7 +62,7 @@ class Reader {
   std::string io() const { return lanes_[0].reader->name(); }
 
   // Waits for reads from files; none begins while the result lives.
-  [[nodiscard]] auto Exclude() { return std::scoped_lock(lanes_[0].mutex, lanes_[1].mutex); }
+  [[nodiscard]] auto Exclude() { return std::scoped_lock(lanes_[0].mutex, lanes_[1].mutex, lanes_[2].mutex); }
   // While reads are excluded.
   void Close() {
     for (Lane& lane : lanes_) lane.reader.reset();
@@ -91,7 +92,7 @@ class Reader {
   StoreState& state_;
   CompactorControl& control_;
   std::atomic<int>& reads_;
-  Lane lanes_[2];
+  Lane lanes_[3];
   std::atomic<std::uint64_t> merge_gap_bytes_{0};
   std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
 };

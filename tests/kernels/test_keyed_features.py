@@ -52,7 +52,8 @@ DTYPES = st.sampled_from([np.int32, np.int64])
 def keyed_batches(draw: st.DrawFn) -> Keyed:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     bags_per_key = rng.integers(0, 5, draw(st.integers(1, 4))).tolist()
-    lengths = rng.integers(0, draw(st.integers(1, 6)), sum(bags_per_key)).astype(draw(DTYPES))
+    least, most = draw(st.sampled_from([(0, 1), (0, 2), (0, 6), (1, 2)]))  # in the last case, one id each
+    lengths = rng.integers(least, most, sum(bags_per_key)).astype(draw(DTYPES))
     return Keyed(bags_per_key, lengths, rng.integers(0, BOUND, int(lengths.sum())).astype(draw(DTYPES)))
 
 
@@ -93,6 +94,29 @@ def test_features_are_those_of_separate_calls(keyed: Keyed, data: st.DataObject)
     assert found == [-1, 0, 0]
     assert np.array_equal(rows.unique, expected.unique)
     assert np.array_equal(rows.inverse, expected.inverse)
+
+
+def test_bags_of_one_id_share_their_offsets() -> None:
+    """A window of many batches has them once. Batches of any size, also larger than those before."""
+    features, at, made = one_feature(0), np.zeros(1, np.int64), []
+    for count in (3, 5_000, 0, 70_000, 3):
+        keyed = Keyed([count], np.ones(count, np.int64), np.zeros(count, np.int64))
+        for bags in (keyed.bags(), core.KeyedBags.equal(count, 1)):
+            made.append((count, features.lookup(bags, integers(keyed.ids), at, at)[1]))
+    for count, bags in made:
+        assert np.array_equal(bags.offsets, np.arange(count + 1))
+        assert bags.own_bytes == 0
+        assert not bags.offsets.flags.writeable
+    first, *_, last = (bags.offsets for count, bags in made if count >= 70_000)
+    assert np.shares_memory(first, last)
+    many = 1 << 20  # the shared array stays for ever, so a very large batch has its own
+    keyed = Keyed([many], np.ones(many, np.int32), np.zeros(many, np.int64))
+    for bags in (keyed.bags(), core.KeyedBags.equal(many, 1)):
+        own = features.lookup(bags, integers(keyed.ids), at, at)[1]
+        assert own.own_bytes == 8 * (many + 1)
+        assert np.array_equal(own.offsets, np.arange(many + 1))
+    others = Keyed([2], np.array([2, 0]), np.zeros(2, np.int64))
+    assert features.lookup(others.bags(), integers(others.ids), at, at)[1].own_bytes == 3 * 8
 
 
 @pytest.mark.parametrize("count", [(1 << 16) - 1, 1 << 16, (1 << 16) + 1])

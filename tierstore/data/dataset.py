@@ -122,7 +122,6 @@ def one_id_per_table(
         [table.name for table in tables],
         torch.from_numpy(ids.astype(np.int64).reshape(-1)),
         lengths=torch.ones(len(tables) * size, dtype=torch.int64),
-        offsets=torch.arange(len(tables) * size + 1, dtype=torch.int64),
         stride=size,
     )
     return Batch(

@@ -158,13 +158,11 @@ class SyntheticDataset:
         return effects.astype(np.float64) * (_DENSE_STD / math.sqrt(max(1, self.dense_dim)))
 
     def _sparse(self, values: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> KeyedJaggedTensor:
-        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-        np.cumsum(lengths.reshape(-1), out=offsets[1:])
+        # Without offsets, which follow from the lengths: a window keeps many batches.
         return KeyedJaggedTensor(
             [spec.name for spec in self.specs],
             torch.from_numpy(values),
             lengths=torch.from_numpy(lengths.reshape(-1)),
-            offsets=torch.from_numpy(offsets),
             stride=lengths.shape[1],
             length_per_key=counts.tolist(),
         )

@@ -75,7 +75,7 @@ class PooledPart(Part):
 
     @property
     def nbytes(self) -> int:
-        return self.bags.offsets.nbytes
+        return self.bags.own_bytes
 
 
 @dataclass
