@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from ._gpu_training import DEPTH, WINDOW, Stage, ahead_of, read_batches, stages
 
 Spans = list[tuple[float, float]]
 _STEPS = 36
-_WORK = ("cuLaunchKernel", "cuMemcpyAsync")
 _STREAM_AT = {"cuLaunchKernel": 8, "cuMemcpyAsync": 3}  # the argument that is the stream
 
 
@@ -58,27 +58,28 @@ class Timeline:
     def __init__(self, device: Any) -> None:
         self._driver = driver = device.streams.driver
         self._handles = {device.streams.handle(s): s.name.lower() for s in Stream if s is not Stream.COMPUTE}
-        self._plain, self._found = driver.call, {name: [] for name in (*self._handles.values(), "compute")}
+        self._plain, self._found = driver.ready, {name: [] for name in (*self._handles.values(), "compute")}
         self._step: Any = None
         self._origin = self._event(None)
-        driver.call = self._call
+        driver.ready = self._ready
 
     def _event(self, stream: Any) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record() if stream is None else event.record(torch.cuda.ExternalStream(stream))
         return event
 
-    def _call(self, function: str, *args: Any, **more: Any) -> Any:
-        if function not in _WORK:
-            return self._plain(function, *args, **more)
-        handle = args[_STREAM_AT[function]]
+    def _ready(self, function: str, *args: Any, **more: Any) -> Callable[[], Any]:
+        call, handle = self._plain(function, *args, **more), args[_STREAM_AT[function]]
         name = self._handles.get(handle)
         if name is None:
             if self._step is None:
                 self._step = self._event(None)
-            return self._plain(function, *args, **more)
+            return call
+        return partial(self._timed, name, handle, call)
+
+    def _timed(self, name: str, handle: Any, call: Callable[[], Any]) -> Any:
         begin = self._event(handle)
-        result = self._plain(function, *args, **more)
+        result = call()
         self._found[name].append((begin, self._event(handle)))
         return result
 
@@ -90,7 +91,7 @@ class Timeline:
 
     def end(self) -> dict[str, Spans]:
         """Stop watching; return when each stream worked, in milliseconds. The GPU must have ended."""
-        del self._driver.call  # the method of the class
+        del self._driver.ready  # the method of the class
         return {
             name: [(self._origin.elapsed_time(a), self._origin.elapsed_time(b)) for a, b in spans]
             for name, spans in self._found.items()

@@ -16,7 +16,7 @@ from ._gpu_sizes import Figures, Sizes, fitting
 REPEAT = 10
 _IDS_PER_BAG = 20
 _OPTIMIZER = RowWiseAdagrad(lr=0.01)
-_AHEAD_CYCLES = 100_000_000
+_AHEAD_CYCLES = 400_000_000  # some 0.2 s, in which the host gives all calls of a round
 
 
 def wall_seconds(call: Callable[[], object], finish: Callable[[], object]) -> float:

@@ -135,7 +135,8 @@ class TierConfig:
       ``uvm`` and ``ssd`` are then 0, and no other size is accepted for them.
     - ``uvm``: host memory below it, 0 for none.
     - ``uvm_kind``: how a GPU reaches ``uvm``: "pinned", host memory that is locked and registered with the
-      driver, or "managed", CUDA's managed memory, which is kept on the host.
+      driver, or "managed", CUDA's managed memory, which is kept on the host, and may not be more than the
+      GPU has free.
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
     - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.

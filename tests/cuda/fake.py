@@ -46,6 +46,10 @@ class FakeGpu:
         """Say whether the host may use managed memory while kernels run."""
         self._library.fake_set_shares_managed(shares)
 
+    def set_host_pointers(self, same: bool) -> None:
+        """Say whether kernels reach registered memory at the host's addresses."""
+        self._library.fake_set_host_pointers(same)
+
     def set_pageable(self) -> None:
         """Let kernels access all of the process's memory, without checks outside of the driver's."""
         self._library.fake_set_pageable()

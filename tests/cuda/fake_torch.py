@@ -252,13 +252,13 @@ def _addresses_of_gpu_tensors() -> Iterator[None]:
     """Let kernels get no address but of a ``GpuTensor``: the fake driver knows no memory of torch."""
 
     def checked(plain: Any, before: int) -> Any:
-        def call(self: CudaRows, *given: Any) -> Any:
+        def call(self: CudaRows, *given: Any, **more: Any) -> Any:
             addresses = [one for one in given[before:] if isinstance(one, int) and one > 4096]
             with _keeping:
                 known = [(one.data_ptr(), one.nbytes()) for one in _kept.values()]
             for address in addresses:
                 assert any(begin <= address <= begin + size for begin, size in known), "memory of the host"
-            return plain(self, *given)
+            return plain(self, *given, **more)
 
         return call
 
@@ -287,10 +287,13 @@ def copies_by_another_thread() -> Iterator[None]:
 
 
 @contextmanager
-def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterator[list[FakeDevice]]:
+def fake_torch(
+    order: str = "eager", seed: int = 0, devices: int = 1, *, leaks: bool = False
+) -> Iterator[list[FakeDevice]]:
     """torch for CUDA with so many GPUs, for tests of modules; yields the devices that are opened.
 
-    Nothing may be wrong at the end, and nothing left.
+    Nothing may be wrong at the end, and nothing left, unless ``leaks``: an exception may come between the
+    making of something and its name.
     """
     gpu = fake_gpu()
     gpu.begin(order, seed, 1 + seed % len(Stream))
@@ -329,5 +332,5 @@ def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterato
             if alive != (0, 0) or gpu.failed:
                 gpu.forget()
     assert wrong == []
+    assert leaks or alive == (0, 0)
     assert devices > 1 or gpu.counts["whole_waits"] == 0  # of all devices together, here
-    assert alive == (0, 0)

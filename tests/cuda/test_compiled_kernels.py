@@ -114,6 +114,14 @@ def test_ptx_keeps_the_bits(compiled: Compiled) -> None:
         assert converts == ({"cvt.f32.f16"} if part.weights == "fp16" else set())
 
 
+def test_a_thread_reads_four_words_before_it_writes_one(tmp_path: Path) -> None:
+    """Few blocks move rows, and a word of the host's memory takes a microsecond."""
+    _compile(Part(), tmp_path / "kernels.ptx", "-arch=sm_90", "--ptx")
+    body = (tmp_path / "kernels.ptx").read_text().split(".visible .entry move_rows(")[1]
+    accesses = re.findall(r"(ld|st)(?:\.global)?\.v4\.f32", body.split(".visible .entry")[0])
+    assert "ld ld ld ld st st st st" in " ".join(accesses)
+
+
 def test_the_source_lists_its_headers(tmp_path: Path) -> None:
     """What NVRTC is given is what nvcc reads."""
     report = _compile(Part(), tmp_path / "kernels.d", "-M")

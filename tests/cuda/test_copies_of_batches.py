@@ -208,8 +208,8 @@ def test_the_next_batch_is_copied_while_one_is_in_use(kind: str) -> None:
     start, to, find = copies.GpuCopies.start, FakeCuda._to, base.find_ahead
     forward = Model.forward
 
-    def starts(self: copies.GpuCopies, batch: Any) -> None:
-        start(self, batch)
+    def starts(self: copies.GpuCopies, batch: Any, *ids: Any) -> None:
+        start(self, batch, *ids)
         began.append(len(ahead))
 
     def moves(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

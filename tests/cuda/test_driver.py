@@ -17,7 +17,7 @@ from tierstore import _core as core
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.driver import CallError
-from tierstore.cuda.streams import Operation, Streams
+from tierstore.cuda.streams import Operation, Stream, Streams
 
 ROW = 48
 
@@ -210,6 +210,33 @@ def test_a_wait_that_is_refused_ends_the_use_of_the_device(call: str) -> None:
         del rows
 
 
+def test_another_thread_may_capture_a_graph_meanwhile() -> None:
+    """Of dense layers: the driver then refuses calls for memory and questions for events, unless a thread
+    says that they are no part of a graph."""
+    with fake_device("random") as device:
+        captured = device.stream(Stream.INDEX)
+        fake_gpu().set_capturing(captured, True)
+        rows = device.allocate(1 << 16, ROW)
+        for slots in np.arange(1 << 16, dtype=np.int32).reshape(4, -1):
+            rows.commit(int(slots[-1]) + 1)
+            data, out = np.full((8, ROW), slots[0] % 251, np.uint8), np.zeros((8, ROW), np.uint8)
+            rows.copy_in(slots[:8], data)
+            rows.copy_out(slots[:8], out)
+            np.testing.assert_array_equal(out, data)
+        fake_gpu().set_capturing(captured, False)
+        del rows
+
+
+def test_a_thread_has_its_own_mode_of_capture_again() -> None:
+    with fake_device() as device:
+        with device.streams.context, device.streams.context:
+            pass
+        fake_gpu().set_capturing(device.stream(Stream.INDEX), True)
+        with pytest.raises(CallError, match="900"):
+            device.streams.driver.call("cuMemAlloc_v2", None, 1)
+        fake_gpu().set_capturing(device.stream(Stream.INDEX), False)
+
+
 def test_a_launch_that_is_refused_leaves_the_device_usable() -> None:
     with fake_device() as device:
         rows = device.allocate(8, ROW)
@@ -247,6 +274,25 @@ def test_an_interrupt_while_an_operation_is_given_leaves_the_device_usable() -> 
         rows.copy_out(slots, out)
         np.testing.assert_array_equal(out, data)
         del rows
+
+
+@pytest.mark.parametrize("call", ["cuMemFreeHost", "cuMemFree", "cuModuleUnload"])
+def test_memory_that_could_not_be_given_back_is_not_freed_twice(call: str) -> None:
+    """Another library may have its address by then; what is left is given back by another close()."""
+    fake_gpu().begin()
+    with checked_views():
+        device = FakeDevice()
+        rows = device.allocate(8, ROW)
+        rows.commit(8)
+        rows.move(np.array([0], np.int32), np.array([1], np.int32))
+        rows.copy_in(np.array([0], np.int32), np.zeros((1, ROW), np.uint8))
+        del rows
+        fake_gpu().fail(call, 1)
+        with pytest.raises(GpuError, match=call):
+            device.close()
+        device.close()
+        assert fake_gpu().wrong == []
+    fake_gpu().forget()  # what the call that failed has left
 
 
 def test_weights_that_kernels_do_not_compute_on_are_refused() -> None:

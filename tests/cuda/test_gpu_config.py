@@ -139,6 +139,20 @@ def test_a_budget_beyond_the_hosts_memory_is_refused_with_both_numbers(
         assert fake_gpu().alive == (0, 0)
 
 
+def test_managed_memory_beyond_the_gpu_is_refused_with_both_numbers() -> None:
+    """Pinned memory may be more, and so may managed memory if the user says so."""
+    with fake_torch():
+        fake_gpu().set_memory(1 << 20)
+        given = {"hbm": "64KiB", "uvm": "4MiB", "device": "cuda"}
+        message = r"uvm is 4 MiB, and its rows take 1\.\d* MiB of managed .* cuda:0 .* 1 MiB of 1 MiB now"
+        with pytest.raises(ConfigError, match=message):
+            bag(1 << 20, config=TierConfig(**given, uvm_kind="managed"))
+        assert fake_gpu().alive == (0, 0)
+        for more in ({"uvm_kind": "managed", "overcommit": True}, {}):
+            with bag(1 << 20, config=TierConfig(**given, **more)) as table:
+                table(torch.arange(24).view(8, 3)).sum().backward()
+
+
 def test_hbm_on_a_gpu_takes_none_of_the_hosts_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "host_memory", lambda: 1 << 30)
     machine.check_machine(TierConfig(hbm="64GiB", uvm="1GiB", device="cuda"))

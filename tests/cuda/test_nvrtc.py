@@ -187,6 +187,20 @@ def test_the_folder_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.Monke
     assert stat.S_IMODE(cache_folder().stat().st_mode) & 0o077 == 0
 
 
+def test_a_user_without_a_home_compiles_in_each_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that runs as a number."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    made = Cubins(90, lambda: open_nvrtc(13, [fake()]))
+    with caplog.at_level(logging.WARNING, "tierstore"):
+        assert made.get(Part()) == made.get(Part())
+    assert "cannot be kept" in caplog.text
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
 def _compile_often(folder: Path, seed: int) -> bool:
     made = cubins(folder)
     expected = [made.get(part) for part in PARTS]

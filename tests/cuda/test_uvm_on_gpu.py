@@ -231,6 +231,9 @@ def test_managed_memory_stays_with_the_host() -> None:
         fake_gpu().set_shares_managed(False)
         with pytest.raises(GpuError, match=r"cannot share managed memory .* use uvm_kind='pinned'"):
             device.uvm("managed")
+        fake_gpu().set_host_pointers(False)
+        with pytest.raises(GpuError, match=r"at the host's addresses; use uvm_kind='managed'"):
+            device.uvm("pinned")
         del rows
 
 

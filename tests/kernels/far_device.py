@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tierstore import _core as core
-from tierstore.cache.device import ComputedRows
+from tierstore.cache.device import ComputedRows, HostUpdates
 
 Array = np.ndarray
 
@@ -143,6 +145,9 @@ class FarDevice:
 
     def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
+
+    def together(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:
+        return nullcontext(HostUpdates(updates))
 
     def takes(self, rows: object) -> bool:
         return isinstance(rows, FarRows)

@@ -250,6 +250,18 @@ def _check_gpu(device: Device, budget: int, rows: int) -> None:
         )
 
 
+def _check_managed(device: Device, budget: int, rows: int) -> None:
+    """Raise ``ConfigError`` for more managed memory than the GPU could hold: beyond that
+    a GPU may hang, whatever advice the driver was given."""
+    free, total = device.memory()
+    if rows > free:
+        raise DeviceFullError(
+            f"uvm is {format_bytes(budget)}, and its rows take {format_bytes(rows)} of managed memory, of "
+            f"which {device.name} could hold {format_bytes(free)} of {format_bytes(total)} now; use "
+            "uvm_kind='pinned', lower uvm, or set overcommit=True"
+        )
+
+
 def host_tiers(
     config: TierConfig,
     demands: Sequence[GroupDemand],
@@ -275,8 +287,9 @@ def host_tiers(
     ]
     plans = divide(int(config.uvm), rest, policy, "uvm")
     if config.on_gpu and not config.overcommit:
-        check_lockable(
-            int(config.uvm), sum(d.row_bytes * p.capacity for d, p in zip(rest, plans, strict=True))
-        )
+        rows = sum(d.row_bytes * p.capacity for d, p in zip(rest, plans, strict=True))
+        check_lockable(int(config.uvm), rows)
+        if config.uvm_kind == "managed":
+            _check_managed(device, int(config.uvm), rows)
     place = device.uvm(config.uvm_kind)
     return [replace(plan, device=place) if plan.capacity else None for plan in plans]

@@ -6,8 +6,10 @@ Nothing above a device knows the address of a row. ``HostDevice`` is this machin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -38,9 +40,11 @@ __all__ = [
     "Device",
     "DeviceRows",
     "HostDevice",
+    "HostUpdates",
     "InitialValues",
     "LookupArgs",
     "RowCodec",
+    "Together",
     "UpdateArgs",
     "UpdateRounding",
     "build_csr",
@@ -164,6 +168,18 @@ class DeviceRows(Protocol):
         ...
 
 
+class Together(Protocol):
+    """Updates that are ready to be made: ``calls`` has a call of native functions alone for each. Python runs
+    no signal handler between two such calls that a native function makes."""
+
+    @property
+    def calls(self) -> Sequence[Callable[[], object]]: ...
+
+    def left(self, made: Sequence[object]) -> list[Slots]:
+        """Return what each update leaves alone; ``made``: what the calls have returned."""
+        ...
+
+
 class Device(Protocol):
     """A place for rows of any layout."""
 
@@ -194,6 +210,14 @@ class Device(Protocol):
         """Return the host array's rows for kernels to work on, row i at slot i; the memory may be shared."""
         ...
 
+    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+        """Make updates ready, which are calls of ``update_pooled`` and ``update_rows`` of the device's rows.
+
+        All that may fail or take long comes first. The caller makes the calls inside of the ``with`` block,
+        in their order, and asks what they have :meth:`~Together.left` behind it.
+        """
+        ...
+
     def takes(self, rows: DeviceRows) -> bool:
         """Return whether ``copy_rows`` of the device's rows takes these."""
         ...
@@ -211,6 +235,16 @@ class Device(Protocol):
         """Give the device's own memory back; its rows cannot be used any more. Calling it again does
         nothing."""
         ...
+
+
+@dataclass(frozen=True)
+class HostUpdates:
+    """Updates of rows in this machine's memory, whose methods are native."""
+
+    calls: Sequence[partial[Slots]]
+
+    def left(self, made: Sequence[object]) -> list[Slots]:
+        return [rows for rows in made if isinstance(rows, np.ndarray)]
 
 
 @dataclass(frozen=True)
@@ -233,6 +267,9 @@ class HostDevice:
 
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:
         return HostRows.view(rows, weights)
+
+    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+        return nullcontext(HostUpdates(updates))
 
     def takes(self, rows: DeviceRows) -> bool:
         return isinstance(rows, HostRows)

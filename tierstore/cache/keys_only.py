@@ -9,15 +9,16 @@ the rows that it was given.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, Slots
+from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, Slots, Together
 from tierstore.cache.engine import Engine
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening
@@ -108,6 +109,9 @@ class NoDevice:
 
     def load(self, rows: RowBytes, weights: str = "fp32") -> DeviceRows:
         return NoRows(rows.shape[1])
+
+    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+        raise _no_weights()
 
     def takes(self, rows: DeviceRows) -> bool:
         return isinstance(rows, NoRows)

@@ -42,9 +42,13 @@ class Part:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the user's cache for cubins."""
+    """Return the folder of the user's cache for cubins; one that cannot be made for a user without a home."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "tierstore" / "cubins"
+    try:
+        cache = Path(home) if home else Path.home() / ".cache"
+    except RuntimeError:  # a container runs as a user that it does not know
+        cache = Path(os.devnull)
+    return cache / "tierstore" / "cubins"
 
 
 class CubinCache:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -18,13 +20,14 @@ from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
-from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Touched
+from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
 from tierstore.cuda.streams import Stream, Streams
+from tierstore.cuda.updates import RowUpdate, RowUpdates, together
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
 from tierstore.errors import GpuError
 
 _MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
-_CONCURRENT_MANAGED_ACCESS = 89
+_CONCURRENT_MANAGED_ACCESS, _HOST_POINTERS = 89, 91
 _STAGING_BLOCKS = 2
 
 
@@ -144,6 +147,20 @@ class CudaDevice:
         """Return whether these rows are the device's, or of the host's memory beside it."""
         return isinstance(rows, GpuRows) and rows.parts is self.parts
 
+    @contextmanager
+    def together(self, updates: Sequence[partial[Slots]]) -> Iterator[RowUpdates]:
+        """Make updates ready, and give them to the compute stream as one operation; see ``Device``."""
+        ready: list[RowUpdate] = []
+        try:
+            for update in updates:
+                update(ready=ready)
+        except BaseException:
+            for one in ready:
+                one.end()
+            raise
+        with together(self.streams, ready) as found:
+            yield found
+
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
         """Return room for rows on their way."""
         return self.allocate(slots, row_bytes)
@@ -216,6 +233,10 @@ class UvmDevice:
                 f"{gpu.name} cannot share managed memory with the host while it computes; use "
                 "uvm_kind='pinned'"
             )
+        if kind == "pinned" and not gpu.attribute(_HOST_POINTERS):
+            raise GpuError(
+                f"{gpu.name} does not reach registered memory at the host's addresses; use uvm_kind='managed'"
+            )
 
     def memory(self) -> tuple[int, int]:
         """Return what the GPU says: how much the host has is not known here."""
@@ -244,6 +265,10 @@ class UvmDevice:
     def takes(self, rows: object) -> bool:
         """Return whether these rows are the GPU's, or of the host's memory beside it."""
         return self._gpu.takes(rows)
+
+    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[RowUpdates]:
+        """Make updates of the GPU."""
+        return self._gpu.together(updates)
 
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
         """Return room for rows on their way up, on the GPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import partial
 from typing import NoReturn, Protocol
 
 from tierstore.errors import GpuError
@@ -74,6 +75,7 @@ _FUNCTIONS: dict[str, list[type]] = {
     "cuStreamCreateWithPriority": [_OUT, c_uint, c_int],
     "cuStreamDestroy_v2": [c_void_p],
     "cuStreamIsCapturing": [c_void_p, _INT_OUT],
+    "cuThreadExchangeStreamCaptureMode": [_INT_OUT],
     "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
     "cuEventCreate": [_OUT, c_uint],
     "cuEventDestroy_v2": [c_void_p],
@@ -104,6 +106,17 @@ class CallError(GpuError):
 
     def __reduce__(self) -> tuple:
         return type(self), (str(self), self.code)
+
+
+class _Codes(dict[int, int]):
+    """Codes of a call that did not fail; to ask for another one raises ``CallError``."""
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        super().__init__({0: 0})
+        self._driver, self._name = driver, name
+
+    def __missing__(self, code: int) -> NoReturn:
+        self._driver.fail(self._name, code)
 
 
 class Driver:
@@ -154,6 +167,13 @@ class Driver:
         if code:
             self.fail(name + what, code)
 
+    def ready(self, name: str, *args: object, what: str = "") -> partial[int]:
+        """Return the call as one of native functions alone, so that Python runs no signal handler in it
+        unless it fails."""
+        function = partial(getattr(self._library, name), *args)
+        checked = map(_Codes(self, name + what).__getitem__, map(partial.__call__, [function]))
+        return partial(next, checked)
+
     def fail(self, name: str, code: int) -> NoReturn:
         """Raise what a call that returned ``code`` means."""
         text = c_char_p()
@@ -185,6 +205,11 @@ class Driver:
         made = c_int()
         self.call(name, byref(made), *args)
         return made.value
+
+    def exchange_capture_mode(self, mode: c_int) -> None:
+        """Give this thread a mode of stream capture, and ``mode`` the one that it had. An error is that of an
+        earlier kernel, which other calls name."""
+        self._library.cuThreadExchangeStreamCaptureMode(byref(mode))
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether a CUDA graph is being made of what the stream is given."""

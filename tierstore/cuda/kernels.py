@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import c_void_p
+from functools import partial
 
 from tierstore.cuda.cubins import Cubins, Part
 from tierstore.cuda.driver import REFUSED_IMAGES, CallError
@@ -70,20 +71,26 @@ class Kernels:
         self, operation: Operation, part: Part, name: str, args: ctypes.Structure, threads: int
     ) -> None:
         """Run a kernel on ``threads`` threads, or on fewer that take turns. :meth:`load` it before."""
+        for call in self.launching(operation, part, name, args, threads):
+            call()
+
+    def launching(
+        self, operation: Operation, part: Part, name: str, args: ctypes.Structure, threads: int
+    ) -> list[partial[int]]:
+        """Return the native call that :meth:`launch` makes, or none for no threads."""
         if threads <= 0:
-            return
+            return []
         most = _BLOCKS_OF_MOVES if operation.stream else self._max_blocks
         blocks = min(-(-threads // THREADS), most)
         pointers = (c_void_p * 1)(ctypes.addressof(args))
+        pointers.kept = args  # type: ignore[attr-defined]  # which an array of addresses does not keep
         operation.kernels.append(name)
-        driver, function = self._streams.driver, self._functions[part, name]
-        given = function, blocks, 1, 1, THREADS, 1, 1, 0, operation.handle, pointers, None
-        driver.call("cuLaunchKernel", *given, what=f" of {name}")
+        given = self._functions[part, name], blocks, 1, 1, THREADS, 1, 1, 0, operation.handle, pointers, None
+        return [self._streams.driver.ready("cuLaunchKernel", *given, what=f" of {name}")]
 
     def close(self) -> None:
         """Unload all kernels."""
-        with self._streams.calls():
-            for module in self._modules.values():
-                self._streams.driver.call("cuModuleUnload", module)
-        self._modules.clear()
         self._functions.clear()
+        with self._streams.calls():
+            while self._modules:
+                self._streams.driver.call("cuModuleUnload", self._modules.popitem()[1])

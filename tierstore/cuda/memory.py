@@ -221,12 +221,11 @@ class Blocks:
 
     def close(self) -> None:
         """Give all memory back; no operation may use any any more."""
-        with self._streams.calls():
-            for block in self._all:
-                block.free(self._streams)
-        self._all.clear()
         self._free.clear()
         self._given.clear()
+        with self._streams.calls():
+            while self._all:  # where a call fails, another close() must not free the same again
+                self._all.pop().free(self._streams)
 
 
 class Indices:

@@ -79,6 +79,11 @@ class Touched:
         with self._streams.lock:
             return self._streams.unknown(self._marks.touch(slots, mark))
 
+    def hand_over(self, slots: Slots, operation: Operation) -> None:
+        """Let ``operation`` be the last one on ``slots``, and know the ones that were. Raises as
+        :meth:`touch`."""
+        operation.before.extend(map(self._marks.touch, (slots,), (operation.mark,)))  # in one native step
+
     def last(self, slots: Slots) -> list[int]:
         """Return the last operations on ``slots``, as :meth:`touch` does."""
         return self.touch(slots, NOTHING)
@@ -126,7 +131,8 @@ class GpuRows:
         self.touched = Touched(parts.streams, slots)
 
     @property
-    def _rows_args(self) -> Structure:
+    def rows_args(self) -> Structure:
+        """The kernels' argument for the rows."""
         return RowsArgs(self._memory.base, self.row_bytes // 4)
 
     # -- memory -----------------------------------------------------------------------------------
@@ -147,19 +153,29 @@ class GpuRows:
     @contextmanager
     def operation(self, stream: Stream, slots: Sequence[Slots], indices: Indices) -> Iterator[Operation]:
         """Give ``stream`` an operation on the rows at ``slots``, which uses ``indices``."""
-        streams = self.parts.streams
-        with streams.operation(stream) as operation:
-            indices.block.mark = operation.mark
+        with self.parts.streams.operation(stream) as operation:
             for some in slots:
-                self._touch(operation, some)
+                self.use(operation, some, indices)
             yield operation
+
+    def use(self, operation: Operation, slots: Slots, indices: Indices) -> None:
+        """Let the operation, which works on the rows at ``slots`` and uses ``indices``, follow the last ones
+        on both."""
+        operation.before.append((indices.block.mark,))
+        indices.block.mark = operation.mark
+        self._touch(operation, slots)
+
+    def upload(self, indices: Indices) -> None:
+        """Copy ``indices`` to the GPU beside what computes there."""
+        with self.parts.streams.operation(Stream.INDEX) as upload:
+            indices.block.mark = upload.mark
+            upload.copy(indices.block.device, indices.block.address, indices.size)
 
     def _touch(self, operation: Operation, slots: Slots) -> None:
         """Let the operation follow the last ones on ``slots``."""
-        before = self.touched.touch(slots, operation.mark)
+        self.touched.hand_over(slots, operation)
         self._ensure(slots)
-        for mark in before:
-            operation.wait_for(mark)
+        operation.wait()
 
     def _ensure(self, slots: Slots) -> None:
         if self._has_discarded and len(slots):
@@ -234,7 +250,7 @@ class GpuRows:
         with self._moving(Stream.UP, [slots], keys, *tables) as (up, indices):
             at, keys_at, *tables_at = indices.addresses
             args = InitRowsArgs(
-                *(self._rows_args, at, keys_at, len(keys), values.dim, values.state_floats),
+                *(self.rows_args, at, keys_at, len(keys), values.dim, values.state_floats),
                 *(values.state_value, WEIGHTS[self.weights], *tables_at),
             )
             state = values.dim if self.weights == WIDE.weights else (values.dim + 1) // 2

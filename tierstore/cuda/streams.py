@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from ctypes import byref, c_int
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 
 from tierstore.cuda.driver import CallError, Driver
 from tierstore.errors import ClosedError, GpuError
@@ -22,9 +23,9 @@ NOTHING = 0
 """The mark before the first operation, for which nobody waits."""
 _STREAM_BITS = 2
 _STREAM_MASK = (1 << _STREAM_BITS) - 1
-_NON_BLOCKING, _DISABLE_TIMING = 1, 2
-_OF_KERNELS = frozenset({700, 702, 710, *range(714, 720)})
-"""Errors of kernels that ran earlier; no call succeeds after one."""
+_NON_BLOCKING, _DISABLE_TIMING, _RELAXED_CAPTURE = 1, 2, 2
+_OF_KERNELS = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721})
+"""Errors of kernels that ran earlier, and of the GPU's memory and links; no call succeeds after one."""
 
 
 class Stream(IntEnum):
@@ -37,16 +38,25 @@ class Stream(IntEnum):
 
 
 class Context:
-    """The context of a GPU that all libraries of the process share; current in a thread inside ``with``."""
+    """The context of a GPU that all libraries of the process share; current in a thread inside ``with``.
+
+    The thread's calls are then no part of a graph that another thread captures. Without saying so, calls for
+    memory and questions for events would be refused while a graph is captured, and the graph be lost.
+    """
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver, self._device = driver, device
         self._handle = driver.handle("cuDevicePrimaryCtxRetain", device)
+        self._modes = threading.local()
 
     def __enter__(self) -> None:
         self._driver.call("cuCtxPushCurrent_v2", self._handle)
+        mode = c_int(_RELAXED_CAPTURE)
+        self._modes.__dict__.setdefault("before", []).append(mode)
+        self._driver.exchange_capture_mode(mode)
 
     def __exit__(self, *error: object) -> None:
+        self._driver.exchange_capture_mode(self._modes.before.pop())
         self._driver.handle("cuCtxPopCurrent_v2")
 
     def release(self) -> None:
@@ -69,15 +79,29 @@ class Operation:
     def __init__(self, streams: Streams, stream: Stream, handle: int, mark: int) -> None:
         self._streams, self.stream, self.handle, self.mark = streams, stream, handle, mark
         self.kernels: list[str] = []
+        self.before: list[Sequence[int]] = []
+        """Marks of operations that are to be done before this one, and that it does not wait for yet. Whoever
+        puts this operation's mark in the place of another puts that here first, or in the same step."""
 
     def wait_for(self, mark: int) -> None:
         """Let what follows begin after the operation ``mark``."""
         self._streams.order(self.stream, self.handle, mark)
 
+    def wait(self) -> None:
+        """Let what follows begin after the operations ``before`` it."""
+        while self.before:
+            for mark in self.before[-1]:
+                self.wait_for(mark)
+            self.before.pop()
+
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy bytes between device memory and pinned memory."""
         if size:
-            self._streams.driver.call("cuMemcpyAsync", target, source, size, self.handle)
+            self.copying(target, source, size)()
+
+    def copying(self, target: int, source: int, size: int) -> partial[int]:
+        """Return the native call that :meth:`copy` makes."""
+        return self._streams.driver.ready("cuMemcpyAsync", target, source, size, self.handle)
 
 
 class Streams:
@@ -94,6 +118,8 @@ class Streams:
         self._timelines = [_Timeline() for _ in Stream]
         self._number = 0
         self._events: list[int] = []
+        self._open: Operation | None = None
+        """The operation under way; to who has taken the lock, one that a signal's exception has cut off."""
         self._failed: GpuError | None = None
         self._closed = False
         self._handles: dict[Stream, int] = {}
@@ -125,13 +151,15 @@ class Streams:
         Raises ``GpuError`` if an earlier operation has failed.
         """
         with self.lock, self.calls():
+            self._end_open()
             handle = self._handle_of(stream)
             self._number += 1
             operation = Operation(self, stream, handle, self._number << _STREAM_BITS | stream)
+            self._open = operation
             try:
                 yield operation
             finally:
-                self._end(operation)
+                self._end_open()
 
     @contextmanager
     def calls(self) -> Iterator[None]:
@@ -196,26 +224,37 @@ class Streams:
     def _wait(self, handle: int, timeline: _Timeline, number: int) -> None:
         if number > timeline.done:
             try:
-                self.driver.call("cuStreamWaitEvent", handle, timeline.pending[number][0], 0)
+                self.driver.call("cuStreamWaitEvent", handle, self._event(timeline, number), 0)
             except CallError as error:  # what comes later would not be in order
                 raise self._named(error) from None
 
-    def _end(self, operation: Operation) -> None:
-        try:
-            self._record(operation)
-        except CallError as error:
-            raise self._named(error, operation.kernels) from None
-        except BaseException:  # an interrupt; without an event nobody could wait for the operation
-            self._record(operation)
-            raise
+    def _event(self, timeline: _Timeline, number: int) -> int:
+        """Return the event of an operation that is not known to be done."""
+        if number not in timeline.pending:
+            self._end_open()
+        return timeline.pending[number][0]
+
+    def _end_open(self) -> None:
+        """Record the event behind the open operation, without which nobody could wait for it. A signal's
+        exception may come at any line: who needs the event next makes the call again."""
+        if (operation := self._open) is not None:
+            operation.wait()
+            try:
+                self._record(operation)
+            except CallError as error:
+                raise self._named(error, operation.kernels) from None
+            self._open = None
 
     def _record(self, operation: Operation) -> None:
         timeline, number = self._timelines[operation.stream], operation.mark >> _STREAM_BITS
+        if number in timeline.pending:
+            return
         self._forget_done(timeline)
-        event = self._events.pop() if self._events else self.driver.handle("cuEventCreate", _DISABLE_TIMING)
-        self.driver.call("cuEventRecord", event, operation.handle)
-        timeline.pending[number] = event, operation.kernels
+        if not self._events:
+            self._events.append(self.driver.handle("cuEventCreate", _DISABLE_TIMING))
+        self.driver.call("cuEventRecord", self._events[-1], operation.handle)
         timeline.last = number
+        timeline.pending[number] = self._events.pop(), operation.kernels
 
     def _forget_done(self, timeline: _Timeline) -> None:
         while timeline.pending:
@@ -223,8 +262,7 @@ class Streams:
             if number > timeline.done and not self.driver.is_done(event):
                 break
             timeline.done = max(timeline.done, number)
-            self._events.append(event)
-            del timeline.pending[number]
+            self._events.append(timeline.pending.pop(number)[0])  # an event is never in both
 
     # -- what is done ----------------------------------------------------------------------------
 
@@ -236,7 +274,7 @@ class Streams:
         """Return whether the operation is done; the host may use its memory then."""
         timeline, number = self._timelines[mark & _STREAM_MASK], mark >> _STREAM_BITS
         with self.lock, self.calls():
-            if number > timeline.done and self.driver.is_done(timeline.pending[number][0]):
+            if number > timeline.done and self.driver.is_done(self._event(timeline, number)):
                 timeline.done = number
             return number <= timeline.done
 
@@ -247,17 +285,22 @@ class Streams:
             with self.lock:
                 if number <= timeline.done:
                     return
-                event = timeline.pending[number][0]
+                event = self._event(timeline, number)
             self.driver.call("cuEventSynchronize", event)
             with self.lock:
                 timeline.done = max(timeline.done, number)
 
     def synchronize_all(self) -> None:
         """Wait until every operation that was given so far is done."""
-        with self.lock:
+        with self.lock, self.calls():
+            self._end_open()
             marks = [timeline.last << _STREAM_BITS | s for s, timeline in enumerate(self._timelines)]
         for mark in marks:
             self.synchronize(mark)
+
+    def given_up(self, error: CallError) -> GpuError:
+        """Return the error that every later call raises, because of this one."""
+        return self._named(error)
 
     def _named(self, error: CallError, last: Sequence[str] = ()) -> GpuError:
         if self._failed is None:

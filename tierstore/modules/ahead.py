@@ -39,7 +39,7 @@ class Ahead:
     before the lookup was made."""
 
     def __init__(self, inputs: Sequence[Tensor], content: Content, lookup: Lookup | None) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
         self.content = content
         self.identity: Identity | None = None
         self.lookup = lookup
@@ -55,7 +55,7 @@ class Ahead:
     def hand_out(self) -> None:
         """Note the inputs' versions: the user has the inputs from now on, and a changed version is another
         input."""
-        self.identity = _identity(self._inputs)
+        self.identity = _identity(self.inputs)
 
     def release(self) -> None:
         if self.lookup is not None:

@@ -82,8 +82,13 @@ class SingleTable(HasWeight, TieredModule):
 
     def ids_of(self, given: Tensor) -> Tensor:
         """Return the ids that are looked up for those given, checked."""
-        ids = checked_ids(self._ids_name, given, self.engine.device_name)
+        ids = self.on_host(self._ids_name, given)
         return ids if self._bounds is None else self._bounds.kept(ids)
+
+    def on_host(self, name: str, given: Tensor) -> Tensor:
+        """Return ids or offsets on the host, checked. A prefetcher that learns what is looked up has moved
+        the batch as a whole, and will leave the ids of later ones on the host."""
+        return checked_ids(name, given, self.engine.device_name, warns=self.observer is None)
 
     def _clear_padding_row(self) -> None:
         if self.padding_idx is not None:

@@ -18,7 +18,7 @@ from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.embedding import SingleTable, size_of
-from tierstore.modules.inputs import FeatureLookup, checked_ids
+from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
 from tierstore.modules.parts import MODES
 from tierstore.modules.tables import (
@@ -140,7 +140,7 @@ class TieredEmbeddingBag(SingleTable):
             )
         if offsets is None:
             raise InputError(f"{self.name}: 1-D ids need offsets, where each bag starts")
-        offsets = checked_ids(self._offsets_name, offsets, self.engine.device_name)
+        offsets = self.on_host(self._offsets_name, offsets)
         if offsets.dim() != 1:
             raise InputError(
                 f"{self.name}: offsets must have one dimension, got shape {tuple(offsets.shape)}"

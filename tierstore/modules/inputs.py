@@ -60,13 +60,14 @@ class FeatureLookup(Lookup):
 Feature = TypeVar("Feature", bound=Ids)
 
 
-def checked_ids(name: str, ids: Tensor, device: str = "cpu") -> Tensor:
+def checked_ids(name: str, ids: Tensor, device: str = "cpu", *, warns: bool = True) -> Tensor:
     """Return ``ids`` in contiguous memory of the host. Raises InputError unless they are int64 or int32 (or
-    empty), and on the CPU, or on a GPU if the tables are on a GPU. ``device``: of the tables."""
+    empty), and on the CPU, or on a GPU if the tables are on a GPU. ``device``: of the tables; ``warns``: of
+    ids on a GPU."""
     if not isinstance(ids, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, not {type(ids).__name__}")
     if not ids.is_cpu:
-        _check_gpu(name, ids, device)
+        _check_gpu(name, ids, device, warns)
         ids = ids.cpu()
     if not ids.numel():
         return torch.empty(ids.shape, dtype=torch.int64)
@@ -83,11 +84,12 @@ def keyed_on_host(keyed: KeyedJaggedTensor, device: str) -> KeyedJaggedTensor:
     return keyed.to("cpu")
 
 
-def _check_gpu(name: str, ids: Tensor, device: str) -> None:
+def _check_gpu(name: str, ids: Tensor, device: str, warns: bool = True) -> None:
     if device == "cpu" or ids.device.type != "cuda":
         where = "the CPU" if device == "cpu" else device
         raise InputError(f"{name} are on {ids.device}, but the tables on {where}; move them with .cpu()")
-    _say_that_ids_are_copied(name)
+    if warns:
+        _say_that_ids_are_copied(name)
 
 
 @functools.cache

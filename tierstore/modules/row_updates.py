@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs, UpdateRounding
-from tierstore.cache.device import DeviceRows
+from tierstore.cache.device import HOST, DeviceRows
 from tierstore.cache.pinned_rows import TierRows
 from tierstore.errors import GradientError
 from tierstore.keys import split
@@ -170,16 +170,20 @@ class _Change:
 def _make(changes: Sequence[_Change], counting: Sequence[partial[None]]) -> Wrong:
     """Make all calls, one after the other. Python runs no signal handler between two of them, since none is
     a call of a function in Python."""
-    calls: list[partial[Any]] = []
-    for change in changes:
-        calls += [_NOW, *change.calls, _NOW]
-    for change in changes:  # a flush since the rows' first mark has seen them as they were
-        calls += change.part.group.marking(change.pinned)
-    made = iter(list(map(partial.__call__, [*calls, *counting])))
+    every = [call for change in changes for call in change.calls]
+    device = changes[0].part.group.device if changes else HOST
+    with device.together(every) as together:
+        native, calls = iter(together.calls), list[Any]()
+        for change in changes:
+            calls += [_NOW, *islice(native, len(change.calls)), _NOW]
+        for change in changes:  # a flush since the rows' first mark has seen them as they were
+            calls += change.part.group.marking(change.pinned)
+        made = iter(list(map(partial.__call__, [*calls, *counting])))
+    timed = [list(islice(made, len(change.calls) + 2)) for change in changes]
+    left = iter(together.left([result for _, *results, _ in timed for result in results]))
     wrong: Wrong = []
-    for change in changes:
-        begin, *left, end = islice(made, len(change.calls) + 2)
-        wrong += change.finish(left, end - begin)
+    for change, (begin, *_, end) in zip(changes, timed, strict=True):
+        wrong += change.finish(list(islice(left, len(change.calls))), end - begin)
     return wrong
 
 

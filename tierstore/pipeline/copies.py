@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tierstore.pipeline.host_ids import HostIds
 from tierstore.pipeline.learning import Path, follow, is_keyed_jagged, leaves, tensors_of
+
+_UNKNOWN = HostIds()
 
 
 class Unchanged:
-    """Hands batches out as they are."""
+    """Hands batches out as they are. ``ids``: what lookups read of a batch, as far as that is known."""
 
-    def start(self, batch: Any) -> None:
+    def start(self, batch: Any, ids: HostIds = _UNKNOWN) -> None:
         """Begin with the batch that is used next."""
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: Any, ids: HostIds = _UNKNOWN) -> Any:
         """Return the batch, for the caller's current stream."""
         return batch
 
@@ -51,8 +54,14 @@ class _Copy:
     done: torch.cuda.Event
 
 
+def copies_to(device: torch.device | None) -> Unchanged:
+    """Return the copies of batches that are used on ``device``."""
+    return Unchanged() if device is None or device.type != "cuda" else GpuCopies(device)
+
+
 class GpuCopies(Unchanged):
-    """Copies to ``device``, without keyed jagged tensors on the host, which plans lookups.
+    """Copies to ``device``, without ids on the host, which plans lookups: keyed jagged tensors, and tensors
+    that lookups read and nothing else.
 
     Tensors are copied wherever a pytree of torch has them, other objects by their own ``to(device,
     non_blocking=True)``. An object whose memory the allocator could not be told of, since it has neither
@@ -64,16 +73,16 @@ class GpuCopies(Unchanged):
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._begun: _Copy | None = None
 
-    def start(self, batch: Any) -> None:
+    def start(self, batch: Any, ids: HostIds = _UNKNOWN) -> None:
         self.forget()
         with suppress(Exception):  # finish() meets it again, where a loop without copies ahead would
-            self._begun = self._copied(batch)
+            self._begun = self._copied(batch, ids)
 
-    def finish(self, batch: Any) -> Any:
+    def finish(self, batch: Any, ids: HostIds = _UNKNOWN) -> Any:
         copy = self._begun
         self.forget()
         if copy is None or copy.batch is not batch:
-            copy = self._copied(batch)
+            copy = self._copied(batch, ids)
         now = torch.cuda.current_stream(self._device)
         now.wait_event(copy.done)
         for leaf in copy.leaves:
@@ -90,7 +99,7 @@ class GpuCopies(Unchanged):
             self._streams[gpu] = torch.cuda.Stream(gpu)
         return self._streams[gpu]
 
-    def _copied(self, batch: Any) -> _Copy:
+    def _copied(self, batch: Any, ids: HostIds) -> _Copy:
         stream = self._stream()
         given, structure = pytree.tree_flatten(batch, is_leaf=is_keyed_jagged)
         for tensor in tensors_of(batch):
@@ -98,14 +107,14 @@ class GpuCopies(Unchanged):
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
                 tensor.record_stream(stream)  # type: ignore[arg-type]
         with torch.cuda.stream(stream):
-            made = [self._leaf(leaf) for leaf in given]
+            made = [self._leaf(leaf, ids) for leaf in given]
             return _Copy(batch, made, structure, stream.record_event())
 
-    def _leaf(self, given: Any) -> _Leaf:
-        if not _is_followed(given):
+    def _leaf(self, given: Any, ids: HostIds) -> _Leaf:
+        if not _is_followed(given) or _stays(given, ids):
             return _Leaf(given, given, [])
-        ids = [(path, part) for path, part in leaves(given) if is_keyed_jagged(part) and not _on_gpu(part)]
-        return _Leaf(given, self._to_gpu(given), ids)
+        kept = [(path, part) for path, part in leaves(given) if _stays(part, ids)]
+        return _Leaf(given, self._to_gpu(given), kept)
 
     def _to_gpu(self, leaf: Any) -> Any:
         if not hasattr(leaf, "to") or is_keyed_jagged(leaf):
@@ -124,6 +133,13 @@ class GpuCopies(Unchanged):
 def _is_followed(leaf: Any) -> bool:
     """Return whether the allocator can be told which streams use the memory of ``leaf``."""
     return hasattr(leaf, "record_stream") or any(True for _ in leaves(leaf))
+
+
+def _stays(leaf: Any, ids: HostIds) -> bool:
+    """Return whether a leaf is ids on the host."""
+    if isinstance(leaf, Tensor):
+        return ids.are_all_of(leaf)
+    return is_keyed_jagged(leaf) and not _on_gpu(leaf)
 
 
 def _on_gpu(value: Any) -> bool:

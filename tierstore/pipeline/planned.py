@@ -14,6 +14,7 @@ from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
 from tierstore.modules.gpu import current_streams, on_streams
+from tierstore.pipeline.host_ids import HostIds
 from tierstore.pipeline.learning import tensors_of
 
 
@@ -56,6 +57,11 @@ class Planned:
     def is_ready(self) -> bool:
         """Whether it is a batch whose ids nobody reads any more but its forward call."""
         return self.prepared.is_open and not self.is_end
+
+    @property
+    def ids(self) -> HostIds:
+        """What the lookups made ahead have read of the batch."""
+        return HostIds(tensor for _, ahead in self.aheads for tensor in ahead.inputs)
 
     @property
     def rows(self) -> int:

@@ -14,7 +14,7 @@ from cache_policies.windows import FIRST_ROWS
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
-from tierstore.pipeline.copies import GpuCopies, Unchanged
+from tierstore.pipeline.copies import Unchanged, copies_to
 from tierstore.pipeline.learning import Call, Recorder
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
@@ -40,6 +40,7 @@ def prefetch(
     depth: int | str | None = None,
     window: int | str | None = None,
     inputs: Inputs | None = None,
+    device: torch.device | str | None = None,
 ) -> Prefetched[Batch]:
     """Yield the batches of ``loader`` in order while a worker thread brings the rows of the next batches into
     memory.
@@ -50,7 +51,8 @@ def prefetch(
     a run is reproducible. ``inputs`` maps a module (or its name in ``model``)
     to a function from a batch to the arguments of its forward call; without it, they are learned from the
     first batch, which is then not prefetched. Modules that cannot be learned run on demand, and a warning
-    says so once.
+    says so once. ``device``: a GPU to which the next batch is copied while one is in use, without its ids
+    (see ``PrefetchPipeline``); batches stay where they are if it is None or the CPU.
 
     Iterate over the result as over a ``DataLoader``, once per epoch: each ``for`` loop is a new pass and ends
     the pass before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the
@@ -59,7 +61,8 @@ def prefetch(
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
-    return _prefetched(loader, model, depth, window, inputs, Unchanged())
+    copies = copies_to(None if device is None else torch.device(device))
+    return _prefetched(loader, model, depth, window, inputs, copies)
 
 
 def _prefetched(
@@ -191,8 +194,9 @@ def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> It
     """Yield batches until a batch has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
-        yield copies.finish(batch)
-        if recorder.learn(batch):
+        made = copies.finish(batch)
+        yield made
+        if recorder.learn(made):
             break
     for module in recorder.unknown:
         if module in _warned:
@@ -250,9 +254,9 @@ def _ahead(
 
 def _brought(planned: Planned, session: Session, copies: Unchanged) -> Any:
     """Return the batch where it is used, and begin to bring the one after it."""
-    batch = copies.finish(planned.batch)
-    if session.following is not None:
-        copies.start(session.following.batch)
+    batch = copies.finish(planned.batch, planned.ids)
+    if (following := session.following) is not None:
+        copies.start(following.batch, following.ids)
     return batch
 
 
@@ -313,9 +317,10 @@ class PrefetchPipeline:
 
     ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are
     updated in the backward pass). Batches are moved to ``device`` with their own ``to``. To a GPU a stream of
-    its own copies the next batch while one is in use, without waiting where its memory is pinned; keyed
-    jagged tensors stay on the host, which plans lookups. A class of batches that is no pytree of torch shows
-    its tensors as attributes, or has ``record_stream``. ``StopIteration`` ends the epoch.
+    its own copies the next batch while one is in use, without waiting where its memory is pinned. Ids stay on
+    the host, which plans lookups: keyed jagged tensors, and tensors of which each element is looked up, as is
+    known from ``inputs`` or from the first batch. A class of batches that is no pytree of torch shows its
+    tensors as attributes, or has ``record_stream``. ``StopIteration`` ends the epoch.
     """
 
     def __init__(
@@ -334,7 +339,7 @@ class PrefetchPipeline:
         self.optimizer = optimizer
         self.device = torch.device(device)
         self._options = depth, window, inputs
-        self._copies = GpuCopies(self.device) if self.device.type == "cuda" else Unchanged()
+        self._copies = copies_to(self.device)
         self._source: Any = None
         self._batches: Iterator[Any] | None = None
 

@@ -17,7 +17,7 @@ void fake_forget() {
   gpu.reserved.clear(), gpu.mapped.clear();
   gpu.handles.clear(), gpu.mapped_handles.clear();
   gpu.memory = {}, gpu.streams = {}, gpu.arrays_version = ~std::uint64_t{0};
-  gpu.used = gpu.events = gpu.modules = 0, gpu.context.users = 0;
+  gpu.used = gpu.events = gpu.modules = 0, gpu.context.users = 0, gpu.capturing = 0;
 }
 
 // Begins a test: what was found and counted before is forgotten.
@@ -28,7 +28,7 @@ void fake_begin(int order, unsigned seed, int starved) {
   gpu.wrong.clear(), gpu.faults.clear(), gpu.failing_kernel.clear();
   gpu.counts = {}, gpu.failed = CUDA_SUCCESS;
   gpu.version = 13000, gpu.devices = 1, gpu.architecture = 90, gpu.total = std::size_t{1} << 30;
-  gpu.shares_managed = 1;
+  gpu.shares_managed = gpu.host_pointers = 1;
   tierstore::cuda::emulator::machine.is_pageable = false;
 }
 void fake_set_driver(int version, int devices, int architecture) {
@@ -37,10 +37,13 @@ void fake_set_driver(int version, int devices, int architecture) {
 void fake_set_memory(std::size_t total) { gpu.total = total; }
 // Whether the host may use managed memory while kernels run.
 void fake_set_shares_managed(int shares) { gpu.shares_managed = shares; }
+// Whether kernels reach registered memory at the host's addresses.
+void fake_set_host_pointers(int same) { gpu.host_pointers = same; }
 void fake_set_pageable() { tierstore::cuda::emulator::machine.is_pageable = true; }
 void fake_set_capturing(CUstream stream, int capturing) {
   auto* const chosen =
       stream == nullptr ? gpu.streams.Default() : reinterpret_cast<fake_controls::Stream*>(stream);
+  gpu.capturing += (capturing != 0) - chosen->capturing;
   chosen->capturing = capturing != 0;
 }
 // The call of this function after `after` others returns this error.

@@ -111,6 +111,7 @@ CUresult CUDAAPI cuDeviceGetName(char* name, int size, CUdevice) {
 CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   FAKE_ENTER("cuDeviceGetAttribute", false);
   const std::map<int, int> values = {{CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 4},
+                                     {fake::kHostPointers, gpu.host_pointers},
                                      {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
                                      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, gpu.architecture / 10},
                                      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, gpu.architecture % 10},
@@ -306,6 +307,10 @@ CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
 CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
   FAKE_ENTER("cuStreamIsCapturing");
   *status = Of(stream)->capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+CUresult CUDAAPI cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  std::swap(*mode, fake::capture_mode);
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {

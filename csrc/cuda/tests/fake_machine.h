@@ -33,6 +33,8 @@ struct CUctx_st {
 
 namespace tierstore::cuda::fake {
 
+constexpr int kHostPointers = CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM;
+
 struct Fault {
   int after;  // so many calls succeed before
   CUresult code;
@@ -46,7 +48,7 @@ struct Counts {
 struct Gpu {
   static constexpr std::size_t kGranularity = 4096;
   std::recursive_mutex mutex;
-  int version = 13000, devices = 1, architecture = 90, shares_managed = 1;
+  int version = 13000, devices = 1, architecture = 90, shares_managed = 1, host_pointers = 1;
   std::size_t total = std::size_t{1} << 30, used = 0;
   CUctx_st context;
   Streams streams;
@@ -60,20 +62,31 @@ struct Gpu {
   std::map<std::string, Fault> faults;
   std::string failing_kernel, wrong;
   CUresult failed = CUDA_SUCCESS;  // no call succeeds any more
+  int capturing = 0;               // so many streams are
   Counts counts;
   std::uint64_t arrays_version = ~std::uint64_t{0};
 };
 inline Gpu gpu;
 inline thread_local std::vector<CUcontext> contexts;
 inline thread_local std::int64_t host_waits = 0;
+inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 inline void Report(const std::string& what) {
   if (!what.empty()) gpu.wrong += what + "\n";
 }
 
+// Whether the driver takes a call for unsafe while any stream is capturing, as it takes all that make
+// memory, give it back, or ask what is done: the call is refused, and the capture is lost.
+inline bool IsUnsafe(const std::string& function) {
+  return (function.rfind("cuMem", 0) == 0 && function != "cuMemcpyAsync") || function == "cuEventQuery" ||
+         function == "cuEventSynchronize" || function == "cuModuleLoadData";
+}
+
 // What every call does first: the error that it returns, if any.
 inline CUresult Enter(const char* function, bool needs_context = true) {
   if (gpu.failed != CUDA_SUCCESS) return gpu.failed;
+  if (gpu.capturing > 0 && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED && IsUnsafe(function))
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (auto fault = gpu.faults.find(function); fault != gpu.faults.end() && fault->second.after-- == 0) {
     const CUresult code = fault->second.code;
     gpu.faults.erase(fault);

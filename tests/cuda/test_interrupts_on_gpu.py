@@ -1,0 +1,152 @@
+"""Ctrl-C in an update on a GPU: rows of all row layouts, and the count of updates, are as before or after it.
+
+On the CPU it is tests/pipeline/test_interrupted_updates.py. On a GPU autograd makes
+updates in threads of its own, which no signal interrupts; those of ``accumulate`` are the main thread's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda.fake import fake_gpu
+from tests.cuda.fake_torch import fake_torch
+from tests.cuda.test_modules_on_gpu import ADAM, ROWS, keyed
+from tests.pipeline.interrupts import Interrupted, Interrupter
+from tierstore import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    GpuError,
+    TierConfig,
+    accumulate,
+)
+from tierstore.modules import row_updates
+
+BEFORE = 2
+CONFIGS = {"memory": TierConfig(hbm="all"), "two tiers": TierConfig(hbm="10KiB", engine="memory")}
+
+
+def build(config: TierConfig) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=f"of {key}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[key])
+        for key, dim in (("a", 8), ("b", 3))
+    ]
+    return EmbeddingBagCollection(tables=tables, config=config, optimizer=ADAM, seed=5)
+
+
+def everything(module: EmbeddingBagCollection) -> list[Tensor]:
+    ids, found = torch.arange(ROWS), []
+    for name in module.table_names():
+        found += [module.rows(ids, name), *module.optimizer_rows(ids, name).values()]
+    return found
+
+
+def step(module: EmbeddingBagCollection, number: int, collect: Callable = nullcontext) -> None:
+    with collect(module):
+        module(keyed(number)).values().sin().sum().backward()
+
+
+@functools.cache
+def states() -> list[list[Tensor]]:
+    """All rows after so many steps on the CPU."""
+    with build(CONFIGS["memory"]) as module:
+        found = [everything(module)]
+        for number in range(BEFORE + 2):
+            step(module, number)
+            found.append(everything(module))
+    return found
+
+
+def is_state(module: EmbeddingBagCollection, number: int) -> bool:
+    return all(map(torch.equal, everything(module), states()[number]))
+
+
+CHECKS = {"": False, "with checks": True}
+
+
+def interrupted(module: EmbeddingBagCollection, interrupter: Interrupter, collect: Callable) -> bool:
+    """Make step BEFORE, in whose update the interrupter comes; return whether it did."""
+    plain = row_updates.update_rows
+
+    def watched(*args: object) -> None:
+        with interrupter.on():
+            plain(*args)  # type: ignore[arg-type]
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for where in ("tierstore.modules.lookup", "tierstore.modules.accumulation"):
+                patch.setattr(f"{where}.update_rows", watched)
+            step(module, BEFORE, collect)
+    except Interrupted:
+        return True
+    return False
+
+
+def lines_of_an_update(config: str, collect: Callable, checks: bool, first: int, stride: int) -> int:
+    """Interrupt the update at each ``stride``-th line; return how many lines it has."""
+    at, came = first, True
+    tiers = replace(CONFIGS[config], device="cuda:0", check_gradients=checks)
+    while came:
+        with fake_torch("random", seed=at, leaks=True), build(tiers) as module:
+            for number in range(BEFORE):
+                step(module, number)
+            interrupter = Interrupter(at)
+            came = interrupted(module, interrupter, collect)
+            if came and is_state(module, BEFORE):
+                step(module, BEFORE)
+            assert is_state(module, BEFORE + 1), interrupter.where
+            step(module, BEFORE + 1)
+            assert is_state(module, BEFORE + 2), interrupter.where
+        at += stride
+    return interrupter.lines
+
+
+@pytest.mark.parametrize("checks", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("collect", [nullcontext, accumulate], ids=["", "accumulated"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_exception_at_any_line_of_an_update(config: str, collect: Callable, checks: bool) -> None:
+    """Training goes on with the bits that it would have had."""
+    first = 1 + 4 * list(CONFIGS).index(config) + 2 * checks
+    assert lines_of_an_update(config, collect, checks, first, stride=59) > 300
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_launch_that_fails_before_rows_change_ends_the_update(after: int) -> None:
+    """No kernel behind it is launched, the update is not counted, and training goes on."""
+    with fake_torch("eager"), build(replace(CONFIGS["memory"], device="cuda:0")) as module:
+        step(module, 0)
+        out = module(keyed(1)).values().sin().sum()
+        launched = fake_gpu().counts["launches"]
+        fake_gpu().fail("cuLaunchKernel", 701, after)
+        with pytest.raises(GpuError, match=f"cuLaunchKernel of {['bag_shares', 'update_cold'][after]}"):
+            out.backward()
+        assert fake_gpu().counts["launches"] == launched + after
+        assert is_state(module, 1)
+        step(module, 1)
+        assert is_state(module, 2)
+
+
+def test_a_launch_that_fails_between_row_layouts_ends_the_use_of_the_device(tmp_path: Path) -> None:
+    """Rows of one layout are updated, and those of the other are not: nothing of it may be committed."""
+    config = TierConfig(hbm="10KiB", path=tmp_path / "rows")
+    with fake_torch("eager"):
+        module = build(replace(config, device="cuda:0"))
+        step(module, 0)
+        module.commit()
+        out = module(keyed(1)).values().sin().sum()
+        fake_gpu().fail("cuLaunchKernel", 701, 2)
+        with pytest.raises(GpuError, match=r"cuLaunchKernel of bag_shares .* last commit are safe"):
+            out.backward()
+        for later in (module.commit, lambda: step(module, 1), module.close):
+            with pytest.raises(GpuError, match="cuLaunchKernel of bag_shares"):
+                later()
+        fake_gpu().forget()
+    with build(config) as again:  # on the CPU
+        assert is_state(again, 1)

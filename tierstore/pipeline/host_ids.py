@@ -1,0 +1,54 @@
+"""Which tensors of a batch lookups read and nothing else does, so that they stay on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides, and the first element's place, in elements from a tensor's first one."""
+
+
+class HostIds:
+    """``inputs``: what the lookups of a batch read, such as ids and offsets."""
+
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        self._inputs = [tensor for tensor in inputs if tensor.is_cpu]
+
+    def are_all_of(self, leaf: Tensor) -> bool:
+        """Return whether lookups read each element of ``leaf``, as one tensor or as several parts of it."""
+        same = [one for one in self._inputs if one.dtype is leaf.dtype]
+        plain = leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
+        if not same or not plain or not leaf.numel():
+            return False
+        begin, size = leaf.data_ptr(), leaf.element_size()
+        memory = leaf.untyped_storage().data_ptr()
+        parts = frozenset(
+            (tuple(one.shape), one.stride(), (one.data_ptr() - begin) // size)
+            for one in same
+            if one.numel() and one.untyped_storage().data_ptr() == memory
+        )
+        return _cover((tuple(leaf.shape), leaf.stride(), 0), parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _cover(whole: _View, parts: frozenset[_View]) -> bool:
+    """Return whether each element of ``whole`` is in one of ``parts``."""
+    if whole in parts:
+        return True
+    parts = frozenset(part for part in parts if part[2] <= _last(whole) and _last(part) >= 0)
+    first = min(place for _, _, place in (whole, *parts))
+    marks = torch.zeros(max(_last(view) for view in (whole, *parts)) - first + 1, dtype=torch.bool)
+    for shape, strides, place in parts:
+        marks.as_strided(shape, strides, place - first).fill_(True)
+    shape, strides, place = whole
+    return bool(marks.as_strided(shape, strides, place - first).all())
+
+
+def _last(view: _View) -> int:
+    """Return the place of the last element."""
+    shape, strides, place = view
+    return place + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
