@@ -151,6 +151,17 @@ if importlib.util.find_spec("pyarrow"):
         with pytest.raises(InputError, match="column d is double"):
             keys_of(tmp_path / "a.parquet", columns=["all"])
 
+    def test_nulls_of_parquet_are_no_ids(tmp_path):
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {"a": [1, None, 2], "b": [[3, None], None, []], "c": ["x", None, "y"], "d": [1.0, 2.0, 3.0]}
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        b, c = make_keys(1, [3]).tolist(), make_keys(2, [0, 1]).tolist()
+        assert keys_of(tmp_path / "a.parquet", columns=["a", "b", "c"]) == [[1, 2, *b, *c]]
+        with pytest.raises(InputError, match="lists of them: cast it to int64"):
+            keys_of(tmp_path / "a.parquet", columns=["d"])
+
 else:
 
     def test_parquet_says_what_it_needs(tmp_path):

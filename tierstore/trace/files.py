@@ -123,7 +123,10 @@ def _rows(path: Path, reader: Any, width: int) -> Iterator[list[str]]:
 
 
 def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
-    """Open columns of integers, strings or lists of integers (multi-hot), one per table. Needs pyarrow."""
+    """Open columns of integers, strings or lists of them (multi-hot), one per table. Needs pyarrow.
+
+    An example whose value is null has no id there.
+    """
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -249,13 +252,13 @@ def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:
 def _arrow_ids(path: Path, name: str, column: Any, known: dict[Any, int]) -> np.ndarray:
     import pyarrow
 
-    kind = column.type
+    column, kind = column.drop_null(), column.type
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return _arrow_ids(path, name, column.flatten(), known)
     if pyarrow.types.is_integer(kind):
-        if column.null_count:
-            raise InputError(f"{path}: column {name} has nulls; fill them in first")
         return column.to_numpy()
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         return np.array([known.setdefault(value, len(known)) for value in column.to_pylist()], np.int64)
-    raise InputError(f"{path}: column {name} is {kind}; ids must be integers, strings or lists of integers")
+    raise InputError(
+        f"{path}: column {name} is {kind}; ids must be integers, strings or lists of them: cast it to int64"
+    )
