@@ -73,7 +73,7 @@ def _of_fbgemm(kind: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]
     defaults = {"lr": 0.01, "eps": 1e-8, "betas": betas}
     ours = {name: value for name, value in defaults.items() if name in known} | ours
     if "weight_decay_mode" in ours:
-        mode = getattr(ours["weight_decay_mode"], "name", ours["weight_decay_mode"])
+        mode = str(getattr(ours["weight_decay_mode"], "name", ours["weight_decay_mode"]))
         ours["weight_decay_mode"] = {"L2": "l2", "DECOUPLE": "decoupled"}.get(mode, mode)
     return "AdamW" if kind == "Adam" and ours.get("weight_decay") else kind, ours
 

@@ -102,11 +102,11 @@ def _one_optimizer(given: Mapping[str, Any]) -> OptimizerSpec | None:
     if kind is None:
         known = ", ".join(_OPTIMIZERS)
         raise ConfigError(f"fused_params: there is no fused {name}; use an EmbOptimType of {known}")
-    known = {item.name for item in fields(kind)}
+    names = {item.name for item in fields(kind)}
     options: dict[str, Any] = {"lr": given.get("learning_rate", 0.01)}
-    if "eps" in known:
+    if "eps" in names:
         options["eps"] = given.get("eps", _EPS)
-    if "betas" in known:
+    if "betas" in names:
         options["betas"] = (given.get("beta1", 0.9), given.get("beta2", 0.999))
     of_lars = {item: given[item] for item in _OF_LARS if item in given}
     if of_lars and kind is not optim.LarsSGD:
