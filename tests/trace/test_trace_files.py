@@ -137,6 +137,17 @@ def test_datasets_have_traces():
     assert {int(key) >> 48 for key in batches[0]} == {0, 1}
 
 
+@pytest.mark.parametrize("divider", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_of_other_programs(tmp_path, divider, encoding):
+    """Spreadsheets divide columns by semicolons and begin files with a mark of their order of bytes."""
+    lines = ["user,item", "5,3", "9,4", '"7",4']
+    text = "\n".join(lines).replace(",", divider)
+    (tmp_path / "a.csv").write_text(text, encoding=encoding)
+    expected = [5, 9, 7, *make_keys(1, [3, 4, 4]).tolist()]
+    assert keys_of(tmp_path / "a.csv", columns=["user", "item"]) == [expected]
+
+
 if importlib.util.find_spec("pyarrow"):
 
     def test_parquet_columns(tmp_path):

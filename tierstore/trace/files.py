@@ -83,10 +83,12 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
     """Open a file of a header and one example per line; each of ``columns`` is a table.
 
     A column of integers has ids. The values of another column, the empty value too, are numbered by first
-    use.
+    use. Where the header has no comma, columns may be divided by semicolons, tabs or bars.
     """
     with _text(path) as lines:
-        reader = csv.reader(lines)
+        top = lines.readline()
+        divider = next((mark for mark in ",;\t|" if mark in top), ",")
+        reader = csv.reader(chain([top] if top else [], lines), delimiter=divider)
         header = next(reader, None)
         if not header:
             raise InputError(f"{path} is empty; it needs a header and rows")
@@ -206,7 +208,8 @@ def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch
 def _text(path: Path) -> Iterator[Any]:
     """Open a text, plain or .gz. Raises InputError if the block finds that it is none."""
     try:
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", newline="", encoding="utf-8-sig") as lines:
             yield lines
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
         raise InputError(f"{path} is no text: {error}") from error
