@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
 
 from torch import Tensor
 
@@ -57,20 +56,20 @@ def _applied(parameter: Tensor, table: str) -> OptimizerSpec | None:
         )
     if not applied:
         return None
-    kind, options = type(applied[0]), dict(getattr(parameter, _OPTIONS)[0])
+    kind, options = type(applied[0]), getattr(parameter, _OPTIONS)[0]
     name = kind.__name__
     if kind.__module__.startswith("torchrec."):
         name, options = _of_fbgemm(name, options)
     return spec_of(f"table {table!r}", name, options)
 
 
-def _of_fbgemm(kind: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _of_fbgemm(kind: str, options: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
     """Return our optimizer and its options for a class of torchrec's, which stands for fbgemm's optimizer:
     torchrec hands the options on, so their names and what they leave out are fbgemm's."""
     known = {item.name for item in fields(getattr(optim, kind))} if kind in optim.__all__ else set()
     ours = {_OURS.get(name, name): value for name, value in options.items() if name not in _BETAS}
     betas = tuple(options.get(name, beta) for name, beta in _BETAS.items())
-    defaults = {"lr": 0.01, "eps": 1e-8, "betas": betas}
+    defaults: dict[str, object] = {"lr": 0.01, "eps": 1e-8, "betas": betas}
     ours = {name: value for name, value in defaults.items() if name in known} | ours
     if "weight_decay_mode" in ours:
         mode = str(getattr(ours["weight_decay_mode"], "name", ours["weight_decay_mode"]))
