@@ -22,6 +22,8 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX<>*"
 _TICKS = 8
+_ABOVE_CURVES = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
+"""What a text stands on, so that curves behind it leave it readable."""
 
 
 def check(path: Path) -> None:
@@ -87,7 +89,7 @@ def _draw_mark(axes: Any, mark: Mark, number: int) -> None:
     axes.annotate(
         f"{mark.text}: {format_bytes(mark.bytes)}", (mark.bytes, 0.97 - 0.45 * (number % 2)), (-3, 0),
         xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, va="top", ha="right",
-        fontsize=8, color="0.2",
+        fontsize=8, color="0.2", zorder=3, bbox=_ABOVE_CURVES,
     )  # fmt: skip
 
 

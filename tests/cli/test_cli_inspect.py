@@ -59,3 +59,13 @@ def test_a_folder_that_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(tmp_path)]) == 2
     assert "it has no TIERSTORE.json" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("record", ["TIERSTORE.json", "COMMIT.json"])
+def test_the_folder_of_a_checkpoint_names_the_one_of_its_rows(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / record).write_text("{}")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert f"it has no TIERSTORE.json; give {tmp_path / 'rows'}, a folder" in capsys.readouterr().err

@@ -11,23 +11,30 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
-from tierstore import data
+import tierstore
+from tierstore import data, optim
 from tierstore.cache.shares import budget
 from tierstore.cli import checkpoint
 from tierstore.cli.compare import same_bits, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
+from tierstore.cli.planned import PlanFile, Predicted, Sample, TableLine
 from tierstore.cli.progress import Display, Progress
 from tierstore.cli.train import add_parser
 from tierstore.cli.trainer import Schedule
 from tierstore.errors import ConfigError
+from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
 from tierstore.result_file import JsonFile
 
 
@@ -292,3 +299,26 @@ def test_peak_rss_starts_again() -> None:
     second = PeakRss()
     assert grown > 50 << 20
     assert second.peak_bytes() - second.before_bytes < 30 << 20
+
+
+def test_first_uses_of_rows_are_counted_beside_the_misses_that_a_plan_predicts() -> None:
+    config = tierstore.TierConfig(hbm="64KiB", uvm="1MiB", ssd=0, policy="lru", overcommit=True)
+    bag = tierstore.TieredEmbeddingBag(10**6, 16, config=config, optimizer=optim.SGD(lr=0.1), name="t")
+    env = SimpleNamespace(traffic=SimpleNamespace(bytes_sent=0))
+    trainer: Any = SimpleNamespace(embeddings=bag, batches=0, ranks=SimpleNamespace(env=env))
+    for first in range(0, 2000, 100):
+        bag(torch.arange(first, first + 100).view(10, 10)).sum().backward()
+    begin = Sample.of(trainer)
+    assert begin.tables == {"t": (2000, 2000, 2000)}
+    for first in (0, 5000):  # lru has dropped the oldest rows
+        bag(torch.arange(first, first + 100).view(10, 10)).sum().backward()
+    end = replace(Sample.of(trainer), batches=2)
+    assert end.tables == {"t": (2200, 2200, 2100)}
+    plan = ShardingPlan((TablePlacement("t", ShardingType.TABLE_WISE, ()),), 1, 1)
+    found = Predicted.measured(PlanFile(plan), 10, [(begin, end)])
+    assert found is not None
+    assert found.tables == (TableLine("t", 0, None, 100, None, 100, 50),)
+    with io.StringIO() as text:
+        found.print(Console(file=text, width=80))
+        assert "first uses of rows" in text.getvalue()
+    bag.close()

@@ -85,6 +85,10 @@ def test_what_would_act_on_dense_gradients_alone_is_refused(tmp_path: Path) -> N
     model = accelerator.prepare(Model(tmp_path / "rows"))
     with pytest.raises(ConfigError, match=r"use `with tierstore\.accumulate"):
         accelerator.save_state(str(tmp_path / "state"))
+    before = model.bag.rows(torch.arange(3000))
+    with pytest.raises(ConfigError, match=r"leave it at 1, and use `with tierstore\.accumulate"):
+        accelerator.backward(model(next(iter(loader()))))
+    assert torch.equal(model.bag.rows(torch.arange(3000)), before)
     with pytest.raises(ConfigError, match="no model is prepared"):
         Accelerator(cpu=True).save_state(str(tmp_path / "state"))
     model.bag.close(commit=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 import tierstore
 from tests.integrations.trainings import (
@@ -164,6 +164,22 @@ def test_loading_without_the_trainer_checks_the_rows(tmp_path: Path) -> None:
 def test_what_would_act_on_dense_gradients_alone_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"use `with tierstore\.accumulate"):
         fit(tmp_path, **option)
+
+
+def test_a_callback_that_accumulates_later_is_refused(tmp_path: Path) -> None:
+    module, later = Module(tmp_path / "rows"), GradientAccumulationScheduler({1: 2})
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=[TierStoreCallback(), later],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(ConfigError, match=r"use `with tierstore\.accumulate"):
+        trainer.fit(module, loader())
+    assert trainer.current_epoch == 1
+    module.model.bag.close(commit=False)
 
 
 def test_without_lightning_the_error_says_what_to_install() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torchrec
+from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 import tierstore
 from tests.modules.keyed_batches import ROWS, keyed_batch
-from tierstore import ConfigError, TierConfig
+from tierstore import ConfigError, TierConfig, optim
 from tierstore import torchrec as mirror
 from tierstore.torchrec.modules.regroup import KTRegroupAsDict
 
@@ -64,6 +65,45 @@ def test_they_train_alike(kind: str) -> None:
             found.square().sum().backward()
             expected.square().sum().backward()
         torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
+
+
+APPLIED: list[tuple[type[torch.optim.Optimizer], dict[str, Any], optim.OptimizerSpec]] = [
+    (torchrec.optim.SGD, {}, optim.SGD(lr=0.01)),
+    (torchrec.optim.Adagrad, {"lr": 0.1}, optim.Adagrad(lr=0.1, eps=1e-8)),
+    (torchrec.optim.Adam, {"learning_rate": 0.1, "beta1": 0.5}, optim.Adam(lr=0.1, betas=(0.5, 0.999))),
+    (torchrec.optim.Adam, {"weight_decay": 0.1}, optim.AdamW(lr=0.01, weight_decay=0.1)),
+    (torchrec.optim.LAMB, {"lr": 0.1, "beta2": 0.5}, optim.LAMB(lr=0.1, betas=(0.9, 0.5))),
+    (torchrec.optim.LarsSGD, {"lr": 0.1, "momentum": 0.5}, optim.LarsSGD(lr=0.1, momentum=0.5)),
+    (torchrec.optim.PartialRowWiseAdam, {"beta1": 0.5}, optim.PartialRowWiseAdam(betas=(0.5, 0.999))),
+    (torchrec.optim.PartialRowWiseLAMB, {}, optim.PartialRowWiseLAMB()),
+    (
+        torchrec.optim.RowWiseAdagrad,
+        {"lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.98, "weight_decay": 0.0},
+        optim.RowWiseAdagrad(lr=0.1),
+    ),
+    (
+        torchrec.optim.SGD,
+        {"weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.DECOUPLE},
+        optim.SGD(lr=0.01, weight_decay=0.1, weight_decay_mode="decoupled"),
+    ),
+    (torch.optim.Adagrad, {}, optim.Adagrad()),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "spec"), APPLIED, ids=str)
+def test_torchrecs_optimizers_have_fbgemms_words_and_defaults(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], spec: optim.OptimizerSpec
+) -> None:
+    ours = mirror.EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
+    _apply_optimizer_in_backward(kind, ours.parameters(), options)
+    assert ours.applied_optimizer() == spec
+
+
+def test_words_of_fbgemm_are_not_torchs() -> None:
+    ours = mirror.EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
+    _apply_optimizer_in_backward(torchrec.optim.Adam, ours.parameters(), {"momentum": 0.5})
+    with pytest.raises(ConfigError, match="adam has no momentum"):
+        ours.applied_optimizer()
 
 
 def test_outputs_go_into_torchrecs_functions() -> None:

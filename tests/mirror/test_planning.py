@@ -185,6 +185,14 @@ def test_columns_of_a_shard_are_at_least_the_smallest_partition() -> None:
         columns(min_partition=33)
 
 
+@pytest.mark.parametrize("kind", ShardingType, ids=str)
+def test_every_sharding_type_of_a_script_runs_on_one_rank(kind: ShardingType) -> None:
+    demand = ParameterConstraints(sharding_types=[kind.value])
+    found = plan(on=Topology(1, "cpu", hbm_cap=64 * MIB, ddr_cap=0), constraints={"t": demand})
+    assert found.table("t").sharding_type is kind
+    assert [(shard.rows, shard.columns) for shard in found.table("t").shards] == [(ROWS, 64)]
+
+
 def test_unknown_tables_in_constraints() -> None:
     with pytest.raises(ConfigError, match="unknown tables"):
         plan(constraints={"nothing": ParameterConstraints()})
@@ -265,6 +273,13 @@ OPTIMIZERS: list[tuple[dict[str, Any], optim.OptimizerSpec]] = [
         },
         optim.SGD(lr=0.01, weight_decay=0.1, weight_decay_mode="decoupled"),
     ),
+    ({"optimizer": EmbOptimType.LAMB, "beta2": 0.5, "eps": 0.1}, optim.LAMB(betas=(0.9, 0.5), eps=0.1)),
+    ({"optimizer": EmbOptimType.LARS_SGD, "eta": 0.1}, optim.LarsSGD(lr=0.01, momentum=0.9, eta=0.1)),
+    (
+        {"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "weight_decay": 0.1},
+        optim.PartialRowWiseAdam(weight_decay=0.1),
+    ),
+    ({"optimizer": EmbOptimType.PARTIAL_ROWWISE_LAMB}, optim.PartialRowWiseLAMB()),
 ]
 
 
@@ -279,6 +294,7 @@ def test_fbgemms_optimizers_are_ours(params: dict[str, Any], spec: optim.Optimiz
     [
         ({"optimizer": EmbOptimType.SHAMPOO}, "there is no fused shampoo"),
         ({"learning_rate": 0.1}, "learning_rate and no optimizer"),
+        ({"optimizer": EmbOptimType.SGD, "momentum": 0.9}, "momentum without effect in fbgemm's sgd"),
         ({"max_gradient": 1.0}, "max_gradient has no counterpart in tiers"),
         (
             {"optimizer": EmbOptimType.SGD, "weight_decay": 0.1},

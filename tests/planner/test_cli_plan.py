@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 
 import pytest
@@ -80,6 +81,7 @@ def test_the_tables_of_a_data_set_are_planned_for_what_its_batches_use(tmp_path,
     text = capsys.readouterr().out
     assert f"20 batches of 64 examples on 1 rank use {used.footprint:,} of 15,000 rows" in text
     assert report["batch_size_per_rank"] == 64
+    assert not re.search(r"e-1\d [um]s", text), "what rounding leaves of zero is no reason, and no time"
     for table in report["tables"]:
         assert (table["num_embeddings"], table["embedding_dim"]) == (5000, 8)
         (predicted,) = table["predicted"]

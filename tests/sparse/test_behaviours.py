@@ -90,6 +90,13 @@ def figures(lib: Any) -> Any:
 
 
 @behaviour
+def storage_is_given_back(lib: Any) -> Any:
+    parts = [part.clone() for part in (VALUES, WEIGHTS, LENGTHS)]
+    kjt = lib.KeyedJaggedTensor(KEYS, *parts)
+    return [kjt.clear_storage(), *(part.untyped_storage().size() for part in parts)]
+
+
+@behaviour
 def splits(lib: Any) -> Any:
     return [
         kjt.split(cut) for kjt in (keyed(lib), different(lib)) for cut in ([1, 1], [0, 2], [2], [1, 0, 1])

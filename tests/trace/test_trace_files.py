@@ -137,6 +137,17 @@ def test_datasets_have_traces():
     assert {int(key) >> 48 for key in batches[0]} == {0, 1}
 
 
+@pytest.mark.parametrize("divider", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_of_other_programs(tmp_path, divider, encoding):
+    """Spreadsheets divide columns by semicolons and begin files with a mark of their order of bytes."""
+    lines = ["user,item", "5,3", "9,4", '"7",4']
+    text = "\n".join(lines).replace(",", divider)
+    (tmp_path / "a.csv").write_text(text, encoding=encoding)
+    expected = [5, 9, 7, *make_keys(1, [3, 4, 4]).tolist()]
+    assert keys_of(tmp_path / "a.csv", columns=["user", "item"]) == [expected]
+
+
 if importlib.util.find_spec("pyarrow"):
 
     def test_parquet_columns(tmp_path):
@@ -150,6 +161,17 @@ if importlib.util.find_spec("pyarrow"):
         assert keys_of(tmp_path / "a.parquet", 2, columns=["a", "b", "c"]) == expected
         with pytest.raises(InputError, match="column d is double"):
             keys_of(tmp_path / "a.parquet", columns=["all"])
+
+    def test_nulls_of_parquet_are_no_ids(tmp_path):
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {"a": [1, None, 2], "b": [[3, None], None, []], "c": ["x", None, "y"], "d": [1.0, 2.0, 3.0]}
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        b, c = make_keys(1, [3]).tolist(), make_keys(2, [0, 1]).tolist()
+        assert keys_of(tmp_path / "a.parquet", columns=["a", "b", "c"]) == [[1, 2, *b, *c]]
+        with pytest.raises(InputError, match="lists of them: cast it to int64"):
+            keys_of(tmp_path / "a.parquet", columns=["d"])
 
 else:
 

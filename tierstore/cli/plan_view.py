@@ -111,4 +111,5 @@ def _ranks_text(ranks: list[int]) -> str:
 
 def _ms(seconds: float) -> str:
     """Milliseconds, or microseconds where that is shorter: columns are narrow."""
+    seconds = 0.0 if seconds < 1e-12 else seconds  # less is what rounding leaves of zero
     return f"{seconds * 1e6:.2g} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"

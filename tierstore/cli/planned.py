@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tierstore.cli.trainer import Trainer
 
 _MOST_LINES = 40
-Counts = dict[str, tuple[int, int]]
-"""By table: unique rows looked up in hbm, and how many of them were not there."""
+Counts = dict[str, tuple[int, int, int]]
+"""By table: unique rows looked up in hbm, how many of them were not there, and how many no tier had."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,12 @@ def _counts(embeddings: Any) -> Counts:
     saved: dict[str, Any] = counters_of(engine.groups)
     found: Counts = {}
     for group in engine.groups:
-        counted = saved[group.name]["tables"]["hbm"]
+        tiers = list(saved[group.name]["tables"].values())
         for index in group.tables:
             table = engine.tables[index]
-            name, (rows, hits) = table.origin or table.name, counted[index]
-            before = found.get(name, (0, 0))
-            found[name] = before[0] + rows, before[1] + rows - hits
+            name, (rows, hits), (asked, had) = table.origin or table.name, tiers[0][index], tiers[-1][index]
+            before = found.get(name, (0, 0, 0))
+            found[name] = before[0] + rows, before[1] + rows - hits, before[2] + asked - had
     return found
 
 
@@ -165,6 +165,8 @@ class TableLine:
     rows: float
     predicted_misses: float | None
     misses: float
+    new: float
+    """Of the misses measured, first uses of rows. Recorded curves leave these out, so predictions do, too."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,10 @@ class Predicted:
             for rank, (begin, end) in enumerate(between):
                 if name not in end.tables:
                     continue
-                (rows, misses), before = end.tables[name], begin.tables.get(name, (0, 0))
-                rows, misses = rows - before[0], misses - before[1]
+                counted = zip(end.tables[name], begin.tables.get(name, (0, 0, 0)), strict=True)
+                rows, misses, new = ((after - before) / batches for after, before in counted)
                 predicted = plan.rows.get((name, rank), (None, None))
-                lines.append(
-                    TableLine(name, rank, predicted[0], rows / batches, predicted[1], misses / batches)
-                )
+                lines.append(TableLine(name, rank, predicted[0], rows, predicted[1], misses, new))
         seconds = max(end.seconds - begin.seconds for begin, end in between)
         sent = sum(end.bytes_sent - begin.bytes_sent for begin, end in between)
         return cls(plan, batch_size, batches, seconds / batches, sent / batches, tuple(lines))
@@ -229,10 +229,10 @@ class Predicted:
         console.print(grid)
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         grid.add_column("table", overflow="fold")
-        for title in ("rank", "rows, predicted", "measured", "misses of hbm, predicted", "measured"):
+        for title in ("rank", "rows, predicted", "measured", "misses of hbm, predicted", "measured", "new"):
             grid.add_column(title, justify="right")
         for line in self.tables[:_MOST_LINES]:
-            figures = (line.predicted_rows, line.rows, line.predicted_misses, line.misses)
+            figures = (line.predicted_rows, line.rows, line.predicted_misses, line.misses, line.new)
             grid.add_row(line.table, str(line.rank), *map(_count, figures))
         console.print(grid)
         if len(self.tables) > _MOST_LINES:
@@ -242,6 +242,8 @@ class Predicted:
 
     def _remarks(self) -> list[str]:
         plan, lines = self.plan, [f"measured: means over the last {self.batches:,} batches"]
+        if any(line.new for line in self.tables):
+            lines.append("new: of these, first uses of rows, which recorded curves leave out")
         if plan.step_seconds is None:
             lines.append("the plan has no predictions; tierstore plan --json writes them")
         if plan.batch_size not in (0, self.batch_size):

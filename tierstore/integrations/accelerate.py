@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tierstore.checkpoint.state import tiered_modules
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.integrations.commits import CheckpointedRows, one_model
 from tierstore.integrations.required import need
@@ -29,6 +30,12 @@ class Accelerator(accelerate.Accelerator):
     Raises ConfigError for tables that have no lasting store, or are sharded, and for gradients that
     Accelerate accumulates, since the backward pass updates rows.
     """
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients, and update the rows. Raises ConfigError where Accelerate accumulates."""
+        if any(tiered_modules(model) for model in self._models):
+            self._check_accumulation()
+        super().backward(loss, **kwargs)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save models, optimizers, schedules, random generators and registered objects in a folder, and
@@ -69,12 +76,16 @@ class Accelerator(accelerate.Accelerator):
     def _rows(self) -> CheckpointedRows:
         if not self._models:
             raise ConfigError("no model is prepared; call prepare(model, ...) first")
+        self._check_accumulation()
+        return CheckpointedRows(one_model(self._models))
+
+    def _check_accumulation(self) -> None:
         if self.gradient_accumulation_steps != 1:
             raise ConfigError(
                 "the backward pass updates rows, so gradient_accumulation_steps would act on the dense "
-                "parameters alone: use `with tierstore.accumulate(model) as rows:` around the backward passes"
+                "parameters alone: leave it at 1, and use `with tierstore.accumulate(model) as rows:` around "
+                "the backward passes"
             )
-        return CheckpointedRows(one_model(self._models))
 
 
 def _write(path: Path, saved: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class TierStoreCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
+        _check(trainer, pl_module)  # again: callbacks may change what the trainer accumulates
         if self.restored_random is not None:
             set_random_states(self.restored_random)
             self.restored_random = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -13,6 +14,9 @@ from tierstore.optim import OptimizerSpec
 APPLIED = "_in_backward_optimizers"
 """Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
 _OPTIONS = "_optimizer_kwargs"
+_OURS = {"learning_rate": "lr"}
+_BETAS = {"beta1": 0.9, "beta2": 0.999}
+"""What fbgemm calls otherwise. Its optimizers without betas take them, too, without any effect."""
 _KNOWN = ", ".join(s.__name__ for s in optim.OPTIMIZERS.values() if s.__name__ in optim.__all__)
 
 
@@ -52,7 +56,25 @@ def _applied(parameter: Tensor, table: str) -> OptimizerSpec | None:
         )
     if not applied:
         return None
-    return spec_of(f"table {table!r}", type(applied[0]).__name__, getattr(parameter, _OPTIONS)[0])
+    kind, options = type(applied[0]), getattr(parameter, _OPTIONS)[0]
+    name = kind.__name__
+    if kind.__module__.startswith("torchrec."):
+        name, options = _of_fbgemm(name, options)
+    return spec_of(f"table {table!r}", name, options)
+
+
+def _of_fbgemm(kind: str, options: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """Return our optimizer and its options for a class of torchrec's, which stands for fbgemm's optimizer:
+    torchrec hands the options on, so their names and what they leave out are fbgemm's."""
+    known = {item.name for item in fields(getattr(optim, kind))} if kind in optim.__all__ else set()
+    ours = {_OURS.get(name, name): value for name, value in options.items() if name not in _BETAS}
+    betas = tuple(options.get(name, beta) for name, beta in _BETAS.items())
+    defaults: dict[str, object] = {"lr": 0.01, "eps": 1e-8, "betas": betas}
+    ours = {name: value for name, value in defaults.items() if name in known} | ours
+    if "weight_decay_mode" in ours:
+        mode = str(getattr(ours["weight_decay_mode"], "name", ours["weight_decay_mode"]))
+        ours["weight_decay_mode"] = {"L2": "l2", "DECOUPLE": "decoupled"}.get(mode, mode)
+    return "AdamW" if kind == "Adam" and ours.get("weight_decay") else kind, ours
 
 
 def spec_of(whose: str, kind: str, options: Mapping[str, object]) -> OptimizerSpec:

@@ -17,7 +17,8 @@ from tierstore.optim.base import checked_betas
 @dataclass(frozen=True)
 class SGD(OptimizerSpec):
     """``w -= lr * g``; no state. With ``momentum``, torch's: ``buf = momentum * buf + (1 - dampening) * g``,
-    at the first update ``buf = g``; ``w -= lr * buf``, or ``lr * (g + momentum * buf)`` with ``nesterov``.
+    at the module's first update ``buf = g``; ``w -= lr * buf``, or ``lr * (g + momentum * buf)`` with
+    ``nesterov``.
 
     Only rows of a batch change: the buffer of another row waits, and does not move its row, unlike that of a
     dense parameter. ``weight_decay_mode`` "l2" adds ``weight_decay * w`` to the gradient, "decoupled"

@@ -20,6 +20,8 @@ from tierstore.rounds import FloatArray, read_bytes, record_bytes
 MIN_COLUMNS = 32
 """Fewest columns of a shard, unless ``min_partition`` says otherwise: torchrec's default is as small."""
 _SYNONYMS = ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE
+_CUTS = ShardingType.COLUMN_WISE, ShardingType.ROW_WISE, *_SYNONYMS, ShardingType.GRID_SHARD
+"""Sharding types that divide rows or columns, where there are several ranks."""
 _INT32_ROWS = 1 << 31
 _WEIGHT_BYTES = 4
 
@@ -151,6 +153,8 @@ def _shapes(table: TableSpec, demand: ParameterConstraints, topology: Topology) 
         yield ShardingType.TABLE_ROW_WISE, per_host, 1, "hosts"
         yield from ((ShardingType.TABLE_COLUMN_WISE, 1, k, "host") for k in _powers(min(columns, per_host)))
         yield from ((ShardingType.GRID_SHARD, per_host, k, "hosts") for k in _powers(min(columns, hosts)))
+    if topology.world_size == 1 and demand.sharding_types is not None:  # scripts keep their cuts there
+        yield from ((kind, 1, 1, "any") for kind in _CUTS)
     yield ShardingType.DATA_PARALLEL, 1, 1, "all"
 
 

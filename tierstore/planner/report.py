@@ -23,6 +23,8 @@ _OTHERWISE = {
     "ssd": "as much host memory: tables held in memory take no ssd",
 }
 """What else helps, by what is short."""
+_ROUNDING = 1e-9
+"""Shares of a step up to which seconds are what arithmetic leaves of zero."""
 
 
 def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
     why = [
         f"{what}: {s * 1e3:+.3g} ms of {name.split('_')[-2]} time ({abs(s) / step:.1%} of the step)"
         for name, (what, s) in changes.items()
-        if s
+        if abs(s) > _ROUNDING * step
     ]
     if stored.any():
         unique = cost.unique * item.option.row_cuts

@@ -84,6 +84,13 @@ class JaggedBase(metaclass=Traceable):
         for part in self.tensors():
             part.record_stream(stream)  # type: ignore[arg-type]
 
+    def clear_storage(self) -> int:
+        """Free the memory of all tensors, which nobody may read any more, and return its bytes."""
+        freed = self.size_in_bytes()
+        for part in self.tensors():
+            part.untyped_storage().resize_(0)
+        return freed
+
     def _copy_tensors(self, other: JaggedBase, non_blocking: bool) -> None:
         """Copy into every tensor of this object, so that no tensor keeps the old bags."""
         if (self._weights is None) != (other._weights is None):

@@ -15,6 +15,8 @@ from tierstore.store.protocol import StoredTable
 
 FILE_NAME = "TIERSTORE.json"
 DEVICE_FILE = "TIERSTORE-DEVICE.json"
+_OF_RANKS = "COMMIT.json"
+"""What the folder of a sharded training has in its place."""
 """In the further folders of a store (:mod:`tierstore.store.devices`)."""
 FORMAT = 3
 """The newest format that is read here. Format 1 has no dtypes of rows: they are float32. Formats 1 and 2 have
@@ -67,8 +69,16 @@ def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
         data = read_regular(file, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         check_no_device(Path(path))
-        raise StoreMismatchError(f"{path} is not a store directory: it has no {FILE_NAME}") from None
+        raise StoreMismatchError(
+            f"{path} is not a store directory: it has no {FILE_NAME}{_stores_below(Path(path))}"
+        ) from None
     return parse_tables(file, parse_json(data, file))
+
+
+def _stores_below(path: Path) -> str:
+    """Say which folders of ``path``, such as the one of a checkpoint, are stores or those of all ranks."""
+    below = sorted(file.parent for name in (FILE_NAME, _OF_RANKS) for file in path.glob(f"*/{name}"))
+    return f"; give {' or '.join(map(str, below[:3]))}, a folder of tables" if below else ""
 
 
 def check_no_device(path: Path) -> None:

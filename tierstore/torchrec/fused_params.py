@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -20,10 +20,20 @@ _OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
     "exact_adagrad": optim.Adagrad,
     "exact_row_wise_adagrad": optim.RowWiseAdagrad,
     "row_wise_adagrad": optim.RowWiseAdagrad,
+    "lamb": optim.LAMB,
+    "lars_sgd": optim.LarsSGD,
+    "partial_row_wise_adam": optim.PartialRowWiseAdam,
+    "partial_row_wise_lamb": optim.PartialRowWiseLAMB,
 }
 """Ours by the values of fbgemm's EmbOptimType."""
 _DECAY_MODES = {"NONE": None, "L2": "l2", "DECOUPLE": "decoupled"}
-_HYPERPARAMETERS = ("learning_rate", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode")
+_OF_LARS = ("momentum", "eta")
+_HYPERPARAMETERS = (
+    *("learning_rate", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"),
+    *_OF_LARS,
+)
+_DECAY_OF_THEIR_OWN = optim.LAMB, optim.LarsSGD, optim.PartialRowWiseAdam
+"""Optimizers, and those made of them, whose weight decay has one form, whatever the mode."""
 _EPS = 1e-8
 """fbgemm's default, which scripts of torchrec count on."""
 
@@ -92,12 +102,19 @@ def _one_optimizer(given: Mapping[str, Any]) -> OptimizerSpec | None:
     if kind is None:
         known = ", ".join(_OPTIMIZERS)
         raise ConfigError(f"fused_params: there is no fused {name}; use an EmbOptimType of {known}")
+    names = {item.name for item in fields(kind)}
     options: dict[str, Any] = {"lr": given.get("learning_rate", 0.01)}
-    if kind is not optim.SGD:
+    if "eps" in names:
         options["eps"] = given.get("eps", _EPS)
-    if kind is optim.Adam:
+    if "betas" in names:
         options["betas"] = (given.get("beta1", 0.9), given.get("beta2", 0.999))
-    return _decaying(kind, options, given)
+    of_lars = {item: given[item] for item in _OF_LARS if item in given}
+    if of_lars and kind is not optim.LarsSGD:
+        raise ConfigError(
+            f"fused_params: {', '.join(of_lars)} without effect in fbgemm's {name}; leave it out, or use "
+            'optimizer={"*": tierstore.optim.SGD(momentum=...)}'
+        )
+    return _decaying(kind, options | of_lars, given)
 
 
 def _decaying(kind: type[OptimizerSpec], options: dict[str, Any], given: Mapping[str, Any]) -> OptimizerSpec:
@@ -110,6 +127,8 @@ def _decaying(kind: type[OptimizerSpec], options: dict[str, Any], given: Mapping
         )
     if kind is optim.Adam:
         return optim.AdamW(**options, weight_decay=decay) if decay else optim.Adam(**options)
+    if issubclass(kind, _DECAY_OF_THEIR_OWN):
+        return kind(**options, weight_decay=decay)
     if decay and chosen == "NONE":
         raise ConfigError(
             "fused_params: weight_decay has no effect in fbgemm without a weight_decay_mode; give "

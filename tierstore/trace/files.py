@@ -83,10 +83,12 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
     """Open a file of a header and one example per line; each of ``columns`` is a table.
 
     A column of integers has ids. The values of another column, the empty value too, are numbered by first
-    use.
+    use. Where the header has no comma, columns may be divided by semicolons, tabs or bars.
     """
     with _text(path) as lines:
-        reader = csv.reader(lines)
+        top = lines.readline()
+        divider = next((mark for mark in ",;\t|" if mark in top), ",")
+        reader = csv.reader(chain([top] if top else [], lines), delimiter=divider)
         header = next(reader, None)
         if not header:
             raise InputError(f"{path} is empty; it needs a header and rows")
@@ -123,7 +125,10 @@ def _rows(path: Path, reader: Any, width: int) -> Iterator[list[str]]:
 
 
 def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
-    """Open columns of integers, strings or lists of integers (multi-hot), one per table. Needs pyarrow."""
+    """Open columns of integers, strings or lists of them (multi-hot), one per table. Needs pyarrow.
+
+    An example whose value is null has no id there.
+    """
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -203,7 +208,8 @@ def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch
 def _text(path: Path) -> Iterator[Any]:
     """Open a text, plain or .gz. Raises InputError if the block finds that it is none."""
     try:
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", newline="", encoding="utf-8-sig") as lines:
             yield lines
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
         raise InputError(f"{path} is no text: {error}") from error
@@ -249,13 +255,13 @@ def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:
 def _arrow_ids(path: Path, name: str, column: Any, known: dict[Any, int]) -> np.ndarray:
     import pyarrow
 
-    kind = column.type
+    column, kind = column.drop_null(), column.type
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         return _arrow_ids(path, name, column.flatten(), known)
     if pyarrow.types.is_integer(kind):
-        if column.null_count:
-            raise InputError(f"{path}: column {name} has nulls; fill them in first")
         return column.to_numpy()
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         return np.array([known.setdefault(value, len(known)) for value in column.to_pylist()], np.int64)
-    raise InputError(f"{path}: column {name} is {kind}; ids must be integers, strings or lists of integers")
+    raise InputError(
+        f"{path}: column {name} is {kind}; ids must be integers, strings or lists of them: cast it to int64"
+    )
