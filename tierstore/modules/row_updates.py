@@ -1,15 +1,16 @@
-"""One optimizer step of the rows of a lookup, which no signal handler cuts in two.
+"""One optimizer step of the rows of lookups, which no signal handler cuts in two.
 
 All that may fail or take long comes first. What changes rows and counts is then a list of calls of native
 functions, between which Python runs no handler: an exception of a handler (Ctrl-C) meets rows of all row
-layouts, and the count of updates, as before the step or as after it.
+layouts and modules, and the counts of updates, as before the step or as after it.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
@@ -21,7 +22,7 @@ from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.pinned_rows import TierRows
-from tierstore.errors import GradientError
+from tierstore.errors import GradientError, TierStoreError
 from tierstore.keys import split
 from tierstore.modules.gradient_hooks import GradientHook, hooked_gradients
 from tierstore.modules.parts import Lookup, Part
@@ -111,6 +112,12 @@ class Updates(Protocol):
 
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
     """Make one optimizer step for the rows of every part, and release the rows."""
+    make_updates([prepared_update(module, parts, gradients)])
+
+
+def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients) -> PreparedUpdate:
+    """Return one optimizer step for the rows of every part, which :func:`make_updates` makes. No row changes
+    before."""
     hooks = module.gradient_hooks()
     if hooks:
         module.check_update()
@@ -143,7 +150,7 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
             step, checks = step_of(one.table, steps), module.check_gradients
             args = update_args(part, pinned.slots[one.at], one.csr, step, checks)
             change.add(one.at, one.prepared(part, pinned.device_rows, args))
-    _report_wrong(module, _make(changes, counting))
+    return PreparedUpdate(module, changes, counting, (gradients, hooked))
 
 
 class _Change:
@@ -167,20 +174,49 @@ class _Change:
         return [(self.part, at, rows) for at, rows in zip(self.places, left, strict=True)]
 
 
-def _make(changes: Sequence[_Change], counting: Sequence[partial[None]]) -> Wrong:
-    """Make all calls, one after the other. Python runs no signal handler between two of them, since none is
-    a call of a function in Python."""
+@dataclass(frozen=True)
+class PreparedUpdate:
+    """One optimizer step of a module's rows, of which the native calls are left to make."""
+
+    module: Updates
+    changes: Sequence[_Change]
+    counting: Sequence[partial[None]]
+    kept: object
+    """What has the memory that the calls read: they know its addresses alone."""
+
+    def finish(self, made: Iterator[Any]) -> Wrong:
+        """Release the rows; return those that the calls have left alone. ``made``: what the calls returned,
+        those of this step first."""
+        wrong: Wrong = []
+        for change in self.changes:
+            begin, *left, end = islice(made, len(change.calls) + 2)
+            wrong += change.finish(left, end - begin)
+        return wrong
+
+
+def make_updates(updates: Sequence[PreparedUpdate]) -> None:
+    """Make the optimizer steps of some modules, and release their rows.
+
+    All calls are made one after the other. Python runs no signal handler between two of them, since none is a
+    call of a function in Python. An error of one module's gradients is raised when all modules have reported
+    theirs: ranks report together."""
     calls: list[partial[Any]] = []
-    for change in changes:
-        calls += [_NOW, *change.calls, _NOW]
-    for change in changes:  # a flush since the rows' first mark has seen them as they were
-        calls += change.part.group.marking(change.pinned)
-    made = iter(list(map(partial.__call__, [*calls, *counting])))
-    wrong: Wrong = []
-    for change in changes:
-        begin, *left, end = islice(made, len(change.calls) + 2)
-        wrong += change.finish(left, end - begin)
-    return wrong
+    for update in updates:
+        for change in update.changes:
+            calls += [_NOW, *change.calls, _NOW]
+    for update in updates:
+        for change in update.changes:  # a flush since the rows' first mark has seen them as they were
+            calls += change.part.group.marking(change.pinned)
+        calls += update.counting
+    made = iter(list(map(partial.__call__, calls)))
+    wrong, errors = [update.finish(made) for update in updates], []
+    for update, of_update in zip(updates, wrong, strict=True):
+        try:
+            _report_wrong(update.module, of_update)
+        except TierStoreError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _repin(part: Part) -> TierRows:
