@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -184,15 +184,6 @@ class PreparedUpdate:
     kept: object
     """What has the memory that the calls read: they know its addresses alone."""
 
-    def finish(self, made: Iterator[Any]) -> Wrong:
-        """Release the rows; return those that the calls have left alone. ``made``: what the calls returned,
-        those of this step first."""
-        wrong: Wrong = []
-        for change in self.changes:
-            begin, *left, end = islice(made, len(change.calls) + 2)
-            wrong += change.finish(left, end - begin)
-        return wrong
-
 
 def make_updates(updates: Sequence[PreparedUpdate]) -> None:
     """Make the optimizer steps of some modules, and release their rows.
@@ -209,7 +200,13 @@ def make_updates(updates: Sequence[PreparedUpdate]) -> None:
             calls += change.part.group.marking(change.pinned)
         calls += update.counting
     made = iter(list(map(partial.__call__, calls)))
-    wrong, errors = [update.finish(made) for update in updates], []
+    wrong: list[Wrong] = []
+    for update in updates:
+        wrong.append([])
+        for change in update.changes:
+            begin, *left, end = islice(made, len(change.calls) + 2)
+            wrong[-1] += change.finish(left, end - begin)
+    errors = []
     for update, of_update in zip(updates, wrong, strict=True):
         try:
             _report_wrong(update.module, of_update)
