@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import platform
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError
+
+_STALE_S = 60
 
 
 class ResultFile:
@@ -33,6 +37,7 @@ class ResultFile:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             if path.is_file() or not path.exists():  # what access() says is not all that can be wrong
                 temporary = self._temporary(path.resolve())
+                _remove_left(path.resolve())
                 temporary.touch()
                 temporary.unlink(missing_ok=True)
 
@@ -66,6 +71,28 @@ class ResultFile:
     def _temporary(target: Path) -> Path:
         # Ranks of one training check the same path at the same time, and two commands may write to it.
         return target.with_name(f".{target.name}.{os.getpid()}.tmp")
+
+
+def _remove_left(target: Path) -> None:
+    """Remove what processes that were killed have left beside ``target``. A process of another machine, which
+    shares the folder, may be writing what changed less than a minute ago."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        number = left.name.removeprefix(f".{target.name}.").removesuffix(".tmp")
+        if number.isdecimal() and not _runs(int(number)):
+            with suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _STALE_S:
+                    left.unlink()
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process of this machine has this number."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class JsonFile(ResultFile):

@@ -82,6 +82,17 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_ctrl_c_while_the_command_is_imported_exits_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierstore.cli.main.import_module", interrupt)
+    assert main(["inspect", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"'{sys.executable}' -m tierstore.cli bench | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -123,3 +134,21 @@ class TestBench:
     def test_an_unknown_one(self) -> None:
         with pytest.raises(ConfigError, match="no benchmark 'speed'; there are: row-reads"):
             bench.find_benchmark("speed")
+
+
+def test_ctrl_c_waits_for_the_import_of_torch(tmp_path: Path) -> None:
+    """An exception that meets torch's native code there aborts the process."""
+    (tmp_path / "slow.py").write_text(
+        "import signal\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('cut in two')\n"
+        "print('whole')\n"
+    )
+    code = (
+        "import sys\nfrom tierstore.cli.whole_import import WholeImport\n"
+        "sys.meta_path.insert(0, WholeImport('slow'))\n"
+        "try:\n    import slow\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["whole", "interrupted"]

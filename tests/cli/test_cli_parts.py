@@ -263,6 +263,20 @@ class TestJsonFile:
         assert link.is_symlink()
         assert json.loads((tmp_path / "real.json").read_text()) == {"auc": 0.5}
 
+    def test_removes_what_killed_writers_of_the_same_file_have_left(self, tmp_path: Path) -> None:
+        file = tmp_path / "out[1].json"
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        names = [f".out[1].json.{ended.pid}.tmp", f".out[1].json.{os.getppid()}.tmp", ".out1.json.1.tmp"]
+        for name in names:
+            (tmp_path / name).touch()
+        JsonFile(file).write({"auc": 0.5})  # the file of a process of another machine may be as new
+        assert sorted(os.listdir(tmp_path)) == sorted([*names, file.name])
+        for name in names:
+            os.utime(tmp_path / name, (0, 0))
+        JsonFile(file)
+        assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], file.name])
+
     def test_a_folder_is_refused_before_training(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is a folder"):
             JsonFile(tmp_path)

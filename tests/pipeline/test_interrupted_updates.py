@@ -15,7 +15,9 @@ from tierstore import (
     EmbeddingBagConfig,
     KeyedJaggedTensor,
     TierConfig,
+    TieredEmbeddingBag,
     accumulate,
+    offload,
     optim,
 )
 
@@ -87,4 +89,66 @@ def test_an_exception_at_any_line_of_a_step(config: str, collect: Callable) -> N
             step(module, BEFORE + 1)
             assert is_state(module, BEFORE + 2), interrupter.where
         at += stride
+    assert at > 400
+
+
+def two_modules(config: TierConfig, shared: bool) -> torch.nn.ModuleList:
+    """Return modules with an engine each, or with one and a row layout in common; close the first ones."""
+    if shared:
+        model = torch.nn.ModuleList([torch.nn.EmbeddingBag(ROWS, 8, mode="sum") for _ in range(2)])
+        for weight in model.parameters():
+            torch.nn.init.constant_(weight, 0.5)
+        offload(model, config, optim.Adam(lr=0.05))
+        return model
+    bags = [
+        TieredEmbeddingBag(ROWS, 8, mode="sum", config=config, optimizer=optim.Adam(lr=0.05), name=name)
+        for name in "ab"
+    ]
+    return torch.nn.ModuleList(bags)
+
+
+def step_of_two(model: torch.nn.ModuleList, number: int) -> None:
+    with accumulate(model):
+        for part in range(2):
+            ids = torch.randint(0, ROWS, (10, 3), generator=torch.Generator().manual_seed(2 * number + part))
+            (model[0](ids) * model[1](ids + 0)).sin().sum().backward()
+
+
+def rows_of_two(model: torch.nn.ModuleList) -> list[torch.Tensor]:
+    ids = torch.arange(ROWS)
+    return [found for bag in model for found in (bag.rows(ids), *bag.optimizer_rows(ids).values())]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["two engines", "one engine"])
+def test_an_exception_at_any_line_of_the_update_of_two_modules(shared: bool) -> None:
+    """Both modules are updated, or none."""
+
+    def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+        return all(map(torch.equal, first, second))
+
+    states = []
+    for steps in range(BEFORE, BEFORE + 3):
+        model = two_modules(CONFIGS["memory"], shared)
+        for number in range(steps):
+            step_of_two(model, number)
+        states.append(rows_of_two(model))
+    at, came = 3, True
+    while came:
+        interrupter, came = Interrupter(at), False
+        model = two_modules(CONFIGS["two tiers"], shared)
+        for number in range(BEFORE):
+            step_of_two(model, number)
+        try:
+            with interrupter.on():
+                step_of_two(model, BEFORE)
+        except Interrupted:
+            came = True
+        if same(rows_of_two(model), states[0]):
+            step_of_two(model, BEFORE)
+        assert same(rows_of_two(model), states[1]), interrupter.where
+        step_of_two(model, BEFORE + 1)
+        assert same(rows_of_two(model), states[2]), interrupter.where
+        for bag in model:
+            bag.close()
+        at += 17
     assert at > 400

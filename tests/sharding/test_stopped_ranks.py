@@ -37,7 +37,7 @@ _LONG_S = 40
 """What no wait may take, however busy the machine is."""
 STEPS = 4
 FAILS_AT = 2
-"""The step in which rank 1 fails; one step is committed."""
+"""The step in which rank 1 fails; one step is committed. DDP has waits of its own in the one before."""
 
 
 class Boom(Exception):
@@ -185,6 +185,36 @@ def close_never(dmp: DistributedModelParallel, *how: Any) -> None:
 def test_the_others_hear_of_a_lookup_that_failed_though_nobody_closes(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="it died"):
         run(2, stopped, tmp_path, close_never, "in the lookup", False, False)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0][0].startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
+    assert told[1][0] == "Boom: boom"
+    assert max(took for *_, took in told) < _LONG_S
+
+
+def stopped_early(folder: Path, buffers: bool) -> None:
+    """Rank 1 fails where DDP broadcasts, before any lookup: the order of gradients, or buffers."""
+    model = resumed.Model()
+    if buffers:
+        model.over.register_buffer("of_over", torch.zeros(3))
+    plan = construct_plan(model.sparse, resumed.CUTS, 2, name="sparse")
+    env = ShardingEnv.from_process_group(dist.new_group(timeout=TIMEOUT))
+    dmp = DistributedModelParallel(model, env, plan=plan, config=TierConfig(hbm="24KiB", ssd="64MiB"))
+    start, found = time.monotonic(), "nothing"
+    try:
+        for step, batch in enumerate(cases.batches(2, STEPS, longest=1)):
+            if dist.get_rank() and step == 1 + 2 * buffers:
+                fail()
+            dmp(batch.of([dist.get_rank()])).square().sum().backward()
+    except BaseException as error:
+        dmp.close()
+        found = f"{type(error).__name__}: {error}"
+    leave(folder, start, found, not dmp.sharded["sparse"].engine.closed)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_the_others_hear_of_it_where_ddp_broadcasts(tmp_path: Path, buffers: bool) -> None:
+    with pytest.raises(AssertionError, match="it died"):
+        run(2, stopped_early, tmp_path, buffers)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert told[0][0].startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
     assert told[1][0] == "Boom: boom"

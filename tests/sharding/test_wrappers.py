@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,6 +60,7 @@ WRAPPERS: dict[str, Callable[[Model], nn.Module]] = {
     "ddp, unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "ddp, static graph": lambda model: DistributedDataParallel(model, static_graph=True),
     "ddp around a part": lambda model: nn.Sequential(DistributedDataParallel(model)),
+    "replicate": replicate,
     "fsdp1": fsdp1,
     "fsdp1, own parameters": lambda model: fsdp1(model, use_orig_params=True),
     "fsdp2": fsdp2,
@@ -100,6 +102,19 @@ def works_alone(name: str) -> None:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_one_rank_trains_as_without_a_wrapper(name: str) -> None:
     run(1, works_alone, name)
+
+
+def trains_after_a_refusal() -> None:
+    with pytest.raises(ConfigError, match="is inside DistributedDataParallel"):
+        replicate(Model())(IDS)
+    model = Model()
+    model(IDS).backward()
+    assert model.bag.fused_optimizer.num_updates == 1
+
+
+def test_a_refused_forward_call_refuses_no_other_model() -> None:
+    """torch takes a forward call that failed for active, where ``replicate`` has made no wrapper."""
+    run(2, trains_after_a_refusal)
 
 
 def warns() -> None:

@@ -21,7 +21,14 @@ from tierstore.modules.inputs import NO_PADDING, FeatureLookup
 from tierstore.modules.joining import Pass, joined
 from tierstore.modules.lookup import PooledGradients, SequenceGradients
 from tierstore.modules.parts import Lookup
-from tierstore.modules.row_updates import Gradients, trained_csr, update_args, update_rows
+from tierstore.modules.row_updates import (
+    Gradients,
+    PreparedUpdate,
+    make_updates,
+    prepared_update,
+    trained_csr,
+    update_args,
+)
 from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -42,7 +49,8 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
     ``scaler.unscale_(rows)``, then ``scaler.step(rows)``, which divides by the scale, and skips the update if
     a gradient is not finite.
 
-    An exception in the block drops the kept ids and gradients (``kept_bytes``); it changes no row.
+    An exception in the block drops the kept ids and gradients (``kept_bytes``); it changes no row. One that a
+    signal handler raises during the update (Ctrl-C) leaves the rows of all modules as before or as after it.
 
     Sharded collections are updated as by one batch of all passes on the same ranks. All ranks make as many
     passes, and call ``step()`` and ``parameters()`` together; norms are those of the rows of all ranks.
@@ -157,9 +165,21 @@ class Accumulation(AppliedOptimizer):
         for module in kept_of:  # an error of one module leaves all modules as they are
             module.check_update()
             module.fused_optimizer.step_args(1)
-        for module, kept in kept_of.items():
-            _update(module, kept.passes, _factor(kept) / scale)
-            kept.passes.clear()
+        lookups: list[Lookup] = []
+        updates: list[PreparedUpdate] = []
+        try:
+            for module, kept in kept_of.items():
+                lookup, gradients = joined(kept.passes, _padding(module))
+                if (factor := _factor(kept) / scale) != 1.0:
+                    gradients.multiply(factor)
+                kept.passes.clear()
+                lookups.append(lookup)
+                lookup.acquire()
+                updates.append(prepared_update(module, lookup.parts, gradients))
+            make_updates(updates)
+        finally:
+            for lookup in lookups:
+                lookup.release()
 
 
 def _shown_by(module: TieredModule) -> Tensor:
@@ -179,17 +199,6 @@ def _copied(gradients: Gradients) -> Gradients:
 
 def _padding(module: TieredModule) -> int:
     return getattr(module, "_padding", NO_PADDING)
-
-
-def _update(module: TieredModule, passes: Sequence[Pass], factor: float) -> None:
-    lookup, gradients = joined(passes, _padding(module))
-    if factor != 1.0:
-        gradients.multiply(factor)
-    lookup.acquire()
-    try:
-        update_rows(module, lookup.parts, gradients)
-    finally:
-        lookup.release()
 
 
 def _factor(kept: _Kept) -> float:

@@ -4,7 +4,7 @@ backward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,29 @@ class LookupFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return cls._plain_apply(*args)
+
+
+def derived_once(grad: Tensor | None, of: Sequence[Tensor]) -> Tensor | None:
+    """Return ``grad``, which a backward pass has computed from ``of``: deriving it again raises RuntimeError.
+
+    torch's ``once_differentiable`` loses that ``grad`` depends on ``of``, so that hessians are zero."""
+    if grad is None or not torch.is_grad_enabled():
+        return grad
+    found: Tensor = _DerivedOnce.apply(grad, *of)
+    return found
+
+
+class _DerivedOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, grad: Tensor, *of: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "cannot differentiate a lookup twice: gradients of per_sample_weights have no derivatives; "
+            "multiply the rows of a TieredEmbedding by the weights instead"
+        )
 
 
 class Context(Protocol[Module, Lookup]):

@@ -19,7 +19,7 @@ from tierstore import _core
 from tierstore._core import LookupArgs, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.pinned_rows import Rows
-from tierstore.modules.autograd_context import Context, LookupFunction, PooledContext
+from tierstore.modules.autograd_context import Context, LookupFunction, PooledContext, derived_once
 from tierstore.modules.parts import Lookup, Part, PooledPart, new_floats
 from tierstore.modules.row_updates import Gradients, Rest, Updates, update_rows
 
@@ -142,10 +142,11 @@ class PooledFunction(LookupFunction):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
-        return (None, None, None, *pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx)))
+        weights = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph
+        with torch.no_grad():
+            found = pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx))
+        return (None, None, None, *(derived_once(grad, [grads[0], *weights]) for grad in found))
 
 
 def _weighted(

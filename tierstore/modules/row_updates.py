@@ -1,15 +1,17 @@
-"""One optimizer step of the rows of a lookup, which no signal handler cuts in two.
+"""One optimizer step of the rows of lookups, which no signal handler cuts in two.
 
 All that may fail or take long comes first. What changes rows and counts is then a list of calls of native
 functions, between which Python runs no handler: an exception of a handler (Ctrl-C) meets rows of all row
-layouts, and the count of updates, as before the step or as after it.
+layouts and modules, and the counts of updates, as before the step or as after it.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
@@ -19,9 +21,9 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs, UpdateRounding
-from tierstore.cache.device import HOST, DeviceRows
+from tierstore.cache.device import Device, DeviceRows
 from tierstore.cache.pinned_rows import TierRows
-from tierstore.errors import GradientError
+from tierstore.errors import GradientError, TierStoreError
 from tierstore.keys import split
 from tierstore.modules.gradient_hooks import GradientHook, hooked_gradients
 from tierstore.modules.parts import Lookup, Part
@@ -111,6 +113,12 @@ class Updates(Protocol):
 
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
     """Make one optimizer step for the rows of every part, and release the rows."""
+    make_updates([prepared_update(module, parts, gradients)])
+
+
+def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients) -> PreparedUpdate:
+    """Return one optimizer step for the rows of every part, which :func:`make_updates` makes. No row changes
+    before."""
     hooks = module.gradient_hooks()
     if hooks:
         module.check_update()
@@ -143,7 +151,7 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
             step, checks = step_of(one.table, steps), module.check_gradients
             args = update_args(part, pinned.slots[one.at], one.csr, step, checks)
             change.add(one.at, one.prepared(part, pinned.device_rows, args))
-    _report_wrong(module, _make(changes, counting))
+    return PreparedUpdate(module, changes, counting, (gradients, hooked))
 
 
 class _Change:
@@ -167,24 +175,76 @@ class _Change:
         return [(self.part, at, rows) for at, rows in zip(self.places, left, strict=True)]
 
 
-def _make(changes: Sequence[_Change], counting: Sequence[partial[None]]) -> Wrong:
-    """Make all calls, one after the other. Python runs no signal handler between two of them, since none is
-    a call of a function in Python."""
-    every = [call for change in changes for call in change.calls]
-    device = changes[0].part.group.device if changes else HOST
-    with device.together(every) as together:
-        native, calls = iter(together.calls), list[Any]()
+@dataclass(frozen=True)
+class PreparedUpdate:
+    """One optimizer step of a module's rows, of which the native calls are left to make."""
+
+    module: Updates
+    changes: Sequence[_Change]
+    counting: Sequence[partial[None]]
+    kept: object
+    """What has the memory that the calls read: they know its addresses alone."""
+
+
+def make_updates(updates: Sequence[PreparedUpdate]) -> None:
+    """Make the optimizer steps of some modules, and release their rows.
+
+    All calls are made one after the other. Python runs no signal handler between two of them, since none is a
+    call of a function in Python. An error of one module's gradients is raised when all modules have reported
+    theirs: ranks report together."""
+    wrong = iter(_make([change for update in updates for change in update.changes], updates))
+    errors = []
+    for update in updates:
+        try:
+            _report_wrong(update.module, [one for _ in update.changes for one in next(wrong)])
+        except TierStoreError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _make(changes: Sequence[_Change], updates: Sequence[PreparedUpdate]) -> list[Wrong]:
+    """Make all calls, release the rows, and return what each change has left alone."""
+    with ExitStack() as operations:
+        ready = [
+            (own, operations.enter_context(device.together([call for one in own for call in one.calls])))
+            for device, own in _by_device(changes)
+        ]
+        native = _divided((own, together.calls) for own, together in ready)
+        calls: list[Any] = []
         for change in changes:
-            calls += [_NOW, *islice(native, len(change.calls)), _NOW]
-        for change in changes:  # a flush since the rows' first mark has seen them as they were
-            calls += change.part.group.marking(change.pinned)
-        made = iter(list(map(partial.__call__, [*calls, *counting])))
-    timed = [list(islice(made, len(change.calls) + 2)) for change in changes]
-    left = iter(together.left([result for _, *results, _ in timed for result in results]))
-    wrong: Wrong = []
-    for change, (begin, *_, end) in zip(changes, timed, strict=True):
-        wrong += change.finish(list(islice(left, len(change.calls))), end - begin)
-    return wrong
+            calls += [_NOW, *native[change], _NOW]
+        for update in updates:
+            for change in update.changes:  # a flush since the rows' first mark has seen them as they were
+                calls += change.part.group.marking(change.pinned)
+            calls += update.counting
+        made = iter(list(map(partial.__call__, calls)))
+    timed = {change: list(islice(made, len(change.calls) + 2)) for change in changes}
+    left = _divided(
+        (own, together.left([result for one in own for result in timed[one][1:-1]]))
+        for own, together in ready
+    )
+    return [change.finish(left[change], timed[change][-1] - timed[change][0]) for change in changes]
+
+
+def _by_device(changes: Sequence[_Change]) -> list[tuple[Device, list[_Change]]]:
+    """Return the changes of each device, in their order."""
+    found: list[tuple[Device, list[_Change]]] = []
+    for change in changes:
+        own = next((own for device, own in found if device.takes(change.pinned.device_rows)), None)
+        if own is None:
+            found.append((change.part.group.device, own := []))
+        own.append(change)
+    return found
+
+
+def _divided(pairs: Iterable[tuple[Sequence[_Change], Sequence[Any]]]) -> dict[_Change, list[Any]]:
+    """Divide a list of one entry for each call of some changes among these changes."""
+    found: dict[_Change, list[Any]] = {}
+    for changes, entries in pairs:
+        rest = iter(entries)
+        found |= {change: list(islice(rest, len(change.calls))) for change in changes}
+    return found
 
 
 def _repin(part: Part) -> TierRows:

@@ -42,7 +42,7 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
     """
     ddp = active_ddp()
     name = f"a {type(module).__name__} (tables {', '.join(tables)})"
-    if ddp is not None and ddp.process_group.size() > 1:
+    if ddp is not None and ddp.process_group.size() > 1 and _is_inside(module, ddp):
         raise ConfigError(
             f"{name} is inside DistributedDataParallel, which knows nothing of rows: {_USE_OURS}"
         )
@@ -57,6 +57,14 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
             torch.distributed.get_world_size(),
             _USE_OURS,
         )
+
+
+def _is_inside(module: nn.Module, ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether ``ddp`` replicates ``module``. After an error in a forward call of a model that torch's
+    composable ``replicate`` has changed, torch takes that call for active until the next one. ``replicate``
+    knows parameters alone, and no modules."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return any(one is module for one in ddp.module.modules()) or any(id(p) in own for p in ddp.parameters())
 
 
 class _Scalers:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tierstore.modules.autograd_context import derived_once
 from tierstore.modules.gpu import brought
 from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
@@ -312,9 +313,10 @@ class WeightExchange(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0].contiguous() * ctx.env.world_size  # undo the division of the outputs' gradients
-        out = grad.new_empty(sum(ctx.leaving))
-        ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
-        return out.to(*ctx.kind), None, None, None, None
+        with torch.no_grad():
+            grad = grads[0].contiguous() * ctx.env.world_size  # undo the division of the outputs' gradients
+            out = grad.new_empty(sum(ctx.leaving))
+            ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
+            out = out.to(*ctx.kind)
+        return derived_once(out, grads), None, None, None, None

@@ -219,6 +219,7 @@ class DistributedModelParallel(nn.Module):
             partial(twice_held, found, self.env, path),
         )
         self._sharded: dict[str, ShardedCollection] = {}
+        self._ordered = False
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
@@ -308,7 +309,21 @@ class DistributedModelParallel(nn.Module):
         return self._fused_optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._meet()
         return self._wrapped(*args, **kwargs)
+
+    def _meet(self) -> None:
+        """Let ranks meet where DDP is about to broadcast buffers, or, once, the order of its gradients: these
+        waits of DDP do not end where a rank has stopped."""
+        ddp = self._wrapped
+        if not isinstance(ddp, DistributedDataParallel) or self.env.world_size == 1:
+            return
+        orders = torch.is_grad_enabled() and not ddp.find_unused_parameters and not self._ordered
+        if orders or ddp.will_sync_module_buffers():
+            self.env.peers.meet()
+        if orders:
+            self._ordered = ddp.reducer._rebuild_buckets()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the unsharded model, on every rank; all ranks call it."""
