@@ -5,9 +5,14 @@ Files that take longest are begun first, so that no process is alone with one at
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+
+# Here and in the programs of tests. Else a process that compiles a graph starts one per core, each of which
+# imports torch first: that takes longer than to compile the few graphs of a test.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 LONGEST_FIRST = [
     "tests/docs/test_blocks.py",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _FLAGS = ["-std=c++20", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+_FLAGS += ["-fno-gnu-unique"]  # else two libraries in one process share the emulator, and the kernels of one
 
 
 @functools.cache
@@ -20,7 +21,8 @@ def shared_library(name: str) -> Path:
         *sorted(path for path in (ROOT / "csrc" / "cuda").glob("**/*") if path.is_file()),
         *sorted((ROOT / "csrc/kernels").glob("*.h")),
     ]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    read = [source.read_bytes() for source in (*sources, Path(__file__))]
+    digest = hashlib.sha256(b"".join(read)).hexdigest()[:16]
     target = ROOT / "build" / "cuda" / f"{name}-{digest}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.with_suffix(".lock"), "w") as lock:

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from tests.cuda.fake_torch import GpuTensor, fake_torch, finish
 
-_groups: list[Any] = []
-"""Of this process. A job keeps its groups from one use of :func:`fake_nccl` to the next."""
+_groups: WeakSet[Any] = WeakSet()
+"""Of this process. A job keeps its groups from one use of :func:`fake_nccl` to the next; torch owns them."""
 
 
 class _Work:
@@ -45,7 +46,7 @@ class FakeNccl:
         made = self._new_group(*args, backend="gloo", **options)
         if backend == "nccl":
             self.groups.append(made)
-            _groups.append(made)
+            _groups.add(made)
         return made
 
     def all_to_all_single(

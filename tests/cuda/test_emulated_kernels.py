@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cuda.emulated import DIMS, Launch, hot_rows, library, vec_of
+from tests.cuda.fake import fake_gpu
 from tests.kernels.kernel_batches import address, batches, counted_batch, make_rows, of, same_bits, steps
 from tests.kernels.kernel_oracle import PARTIAL_ADAM, Batch, Step
 from tierstore import _core as core
@@ -339,8 +340,13 @@ def test_initial_values(dim: int, tables: list, cut: bool, seed: int) -> None:
         (8, ""),
     ],
 )
-def test_the_emulator_finds_faults(number: int, error: str) -> None:
-    """A checker that finds nothing wrong proves nothing until it has found something."""
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a fake driver"])
+def test_the_emulator_finds_faults(number: int, error: str, beside: bool) -> None:
+    """A checker that finds nothing wrong proves nothing until it has found something. The fake driver has an
+    emulator of its own, which may let kernels access what this one must not."""
+    if beside:
+        fake_gpu().begin()
+        fake_gpu().set_pageable()
     out, slots = np.zeros(64 * 5 * 4, np.float32), np.full(512 * 3, 1 << 20, np.int32)
     launch = Launch(number)
     args = LookupRowsArgs()

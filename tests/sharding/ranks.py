@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -75,6 +76,7 @@ def _failures(waiting: dict[Connection, int]) -> list[str]:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # else every collection below would search all that the fork has imported
     while True:
         try:
             rank, world_size, store, function, args = pipe.recv()
@@ -87,6 +89,8 @@ def _serve(pipe: Connection) -> None:
             function(*args)
             dist.barrier()
             dist.destroy_process_group()
+            # Groups of modules in cycles live on, and the threads of each wake up a hundred times per second.
+            gc.collect()
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())

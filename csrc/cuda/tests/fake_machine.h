@@ -131,8 +131,10 @@ inline void RunKernel(const CUfunc_st& function, unsigned blocks, unsigned threa
   const std::string error = emulator::Launch(
       blocks, threads, static_cast<unsigned>((*gpu.streams.random())()), [&] { function.kernel.run(args); });
   std::string first;
+  Region* region = nullptr;  // mostly that of the access before
   for (const auto& [address, seen] : emulator::machine.accesses) {
-    Region* const region = gpu.memory.Find(address, 1);
+    if (region == nullptr || address < region->begin || address >= region->end)
+      region = gpu.memory.Find(address, 1);
     const std::string wrong = gpu.memory.Touch(region, address, 1, by, seen.is_written());
     if (first.empty()) first = wrong;
   }
