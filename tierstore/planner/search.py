@@ -30,9 +30,9 @@ class Search:
         world = np.arange(self.topology.world_size)
         self.allowed = [world if (g := d.device_group) is None else np.unique(g) for d in problem.demands]
         options = [options_of(problem, t) for t in range(len(problem.tables))]
-        self.grid = PriceGrid(options)
+        self.grid = PriceGrid(few[0].cost for few in options)
         self.until = time.perf_counter() + seconds
-        self.cluster, self.choices = self._empty(), Choices()
+        self.cluster, self.choices = Cluster(problem), Choices()
         first = [self.grid.part(few[0]) for few in options]
         self.unit = self._ideal(first)
         self.small = sum(map(len, options)) * len(world) <= _SMALL
@@ -52,12 +52,9 @@ class Search:
             best = min(best, self._descend(random.permutation(self.order).tolist()), key=lambda one: one[0])
         return [Placed(t, part.option, ranks.tolist()) for t, (part, ranks) in sorted(best[1].items())]
 
-    def _empty(self) -> Cluster:
-        return Cluster(self.problem, len(self.grid.sizes))
-
     def _descend(self, order: Sequence[int]) -> Found:
         """Return the best plan on the way from an empty one."""
-        self.cluster, self.choices = self._empty(), {}
+        self.cluster, self.choices = Cluster(self.problem), {}
         for t in order:
             self._insert(t, _POWERS[0])
         best = self.cluster.quality(), dict(self.choices)
@@ -113,7 +110,7 @@ class Search:
 
     def _ideal(self, first: Sequence[Part]) -> float:
         """Return the step if every table were spread evenly: the unit of the smooth maximum."""
-        pooled, everyone = self._empty(), np.arange(self.topology.world_size)
+        pooled, everyone = Cluster(self.problem), np.arange(self.topology.world_size)
         for part in first:
             pooled.place(part, everyone, part.option.shards / len(everyone))
         return pooled.quality()[1]
