@@ -29,7 +29,7 @@ Shares = Sequence[tuple[str, float]]
 def optimum(problem: Problem, time_limit: float = 60.0) -> float:
     """Return seconds that the best step over all options and ranks takes at least; for small cases."""
     topology, program = problem.topology, _Program(problem)
-    machines = [(f"rank {r}", f"host {topology.host_of(r)}") for r in range(topology.world_size)]
+    machines = [(f"rank {r}", f"host {r // topology.ranks_per_host}") for r in range(topology.world_size)]
     for machine in machines:
         program.add_machine(*machine)
     for t in range(len(problem.tables)):
@@ -55,9 +55,8 @@ def relaxed(problem: Problem, time_limit: float = 60.0) -> float:
             most = {"host": 1, "hosts": option.column_cuts, "all": topology.hosts}
             alone = count / most.get(option.spread, min(topology.hosts, option.shards))
             ranks = [("rank of -1", count / topology.world_size), (f"rank of {t}", 1.0)]
-            program.add_choice(
-                t, option, [(ranks, [("host of -1", count / topology.hosts), (f"host of {t}", alone)])]
-            )
+            hosts = [("host of -1", count / topology.hosts), (f"host of {t}", alone)]
+            program.add_choice(t, option, [(ranks, hosts)])
     return program.solve(time_limit)
 
 
@@ -121,8 +120,6 @@ class _Program:
             self._add(ranks, stage, chosen, seconds)
         self._add(ranks, "hbm", chosen, cost.fixed_hbm)
         self._add(hosts, "memory", chosen, cost.fixed_host)
-        if not cost.slot_bytes:
-            return
         above = self.rows["on the device are among those in memory", len(self.rows)]
         for v, rows, misses in self._segments(chosen, *corners(cost, cost.hbm_floor)):
             above[v] += rows / cost.rows

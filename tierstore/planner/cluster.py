@@ -51,13 +51,13 @@ class PriceGrid:
             np.searchsorted(-steps.density, -prices * (1 - 1e-12), side="right")
             for steps, prices in ((fast, self.link), (slow, self.ssd))
         )
-        hbm, held = fast.rows[i] * cost.slot_bytes, slow.rows[j] * cost.slot_bytes
-        stored = slow.rows[j] < cost.rows
-        host = [stored * cost.index_bytes, slow.seconds[j], stored * cost.ssd_bytes]
+        stored = j < len(slow.density)
+        index = stored * cost.index_bytes
+        link, held = fast.seconds[i], slow.bytes[j] - index
         return Part(
             option,
-            np.concatenate([cost.load, [cost.fixed_hbm], hbm, fast.seconds[i], held]),
-            np.concatenate([[cost.fixed_host], *host]),
+            np.concatenate([cost.load, [cost.fixed_hbm], fast.bytes[i], link, held]),
+            np.concatenate([[cost.fixed_host], index, slow.seconds[j], stored * cost.ssd_bytes]),
         )
 
 
@@ -96,23 +96,20 @@ class Cluster:
         hosts = np.flatnonzero(counts)
         self.hosts[hosts] += sign * counts[hosts, None] * part.host
 
-    def loads(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Return (seconds, overflow) of ranks: (ranks, 6) and (ranks,); of hosts: (hosts, 1) and (hosts,).
+    def quality(self) -> tuple[float, float]:
+        """Return (overflow, seconds of the longest stage): less is better, in this order.
 
-        Overflow is a share of a memory's size.
+        Overflow is the sum of what does not fit, in shares of the memories' sizes.
         """
         spilled = self._by_host(self._spilled(self.ranks))
-        return *self._of_ranks(self.ranks), *self._of_hosts(self.hosts, spilled)
-
-    def quality(self) -> tuple[float, float]:
-        """Return (overflow, seconds of the longest stage): less is better, in this order."""
-        rank, over, host, host_over = self.loads()
+        (rank, over), (host, host_over) = self._of_ranks(self.ranks), self._of_hosts(self.hosts, spilled)
         return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()), 1e-12)
 
     def total(self, unit: float, power: float) -> float:
         """Return the sum of :func:`badness` over ranks and hosts."""
-        rank, over, host, host_over = self.loads()
-        return float(badness(rank, over, unit, power).sum() + badness(host, host_over, unit, power).sum())
+        spilled = self._by_host(self._spilled(self.ranks))
+        rank, host = self._badness(self.ranks, self.hosts, spilled, unit, power)
+        return float(rank.sum() + host.sum())
 
     def weight(self, part: Part, unit: float) -> float:
         """Return the share of a step of ``unit`` seconds, or of a memory, of a shard at its floors."""
@@ -129,12 +126,17 @@ class Cluster:
         """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""
         at, before, after = self.host_of, self._spilled(self.ranks), self.ranks + part.rank
         by_host = self._by_host(before)
-        grows = badness(*self._of_ranks(after), unit, power)
-        grows -= badness(*self._of_ranks(self.ranks), unit, power)
+        rank, host = self._badness(self.ranks, self.hosts, by_host, unit, power)
         # One row per rank: its host, if the shard were on that rank.
         spilled = by_host[at] + self._spilled(after) - before
-        grows += badness(*self._of_hosts(self.hosts[at] + part.host, spilled), unit, power)
-        return grows - badness(*self._of_hosts(self.hosts, by_host), unit, power)[at]
+        then, host_then = self._badness(after, self.hosts[at] + part.host, spilled, unit, power)
+        return then - rank + host_then - host[at]
+
+    def _badness(
+        self, ranks: FloatArray, hosts: FloatArray, spilled: FloatArray, unit: float, power: float
+    ) -> tuple[FloatArray, FloatArray]:
+        rank, host = self._of_ranks(ranks), self._of_hosts(hosts, spilled)
+        return badness(*rank, unit, power), badness(*host, unit, power)
 
     def _by_host(self, values: FloatArray) -> FloatArray:
         """Return sums over the ranks of each host."""
