@@ -247,17 +247,18 @@ def test_more_memory_for_reading_ahead_saves_reads() -> None:
     assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]
 
 
-def test_automatic_bytes_are_what_saves_the_drives_most() -> None:
-    """Of little memory reading ahead gets all that it may; of nearly enough for all rows, the rows get
-    more."""
-    shares = {}
-    for host in (60, 300):
-        machines = machine(host_memory_per_host=host << 20)
-        planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
-        ahead = planner.problem([table(rows=1 << 20, dim=64, pooling_factor=8.0)])._ahead.read_ahead
-        most = min((host << 20) / costs.READ_AHEAD_OF_MEMORY, (1 << 20) * 272 / costs.READ_AHEAD_SHARE)
-        shares[host] = ahead / most
-        elsewhere = replace(planner.problem([table(rows=1 << 20)]), topology=replace(machines, device="cuda"))
-        assert elsewhere._ahead.read_ahead == most
-    assert shares[60] == pytest.approx(1, abs=1e-6)
-    assert shares[300] < 0.5
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("host", "rows", "most"),
+    [
+        ("300MiB", 1 << 20, (300 << 20) / costs.READ_AHEAD_OF_MEMORY),
+        ("64GiB", 1 << 20, (1 << 20) * 272 / costs.READ_AHEAD_SHARE),
+        ("2TiB", 1 << 30, costs.READ_AHEAD_AT_MOST),
+    ],
+)
+def test_automatic_bytes_are_the_most_that_reading_ahead_may_take(
+    host: str, rows: int, most: float, device: str
+) -> None:
+    machines = machine(host_memory_per_host=host, device=device)
+    planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
+    assert planner.problem([table(rows=rows, dim=64, pooling_factor=8.0)])._ahead.read_ahead == most
