@@ -320,7 +320,7 @@ def plan_with(demands=None, stats=None, **changes):
         (lambda: topology(hosts=0), "positive integer"),
         (lambda: topology(hbm_per_rank="many"), "hbm_per_rank"),
         (lambda: topology(ssd_read_iops=-1), "ssd_read_iops"),
-        (lambda: topology(ssd_read_curve=[(4096, 0)]), "positive sizes"),
+        (lambda: topology(ssd_bw=0), "ssd_bw is 0; it must be a positive number"),
         (lambda: planner(topology(), batch_size=0), "batch_size"),
         (lambda: planner(topology(), search_seconds=float("nan")), "search_seconds"),
         (lambda: planner(topology(), constraints=[3]), "constraints is list"),

@@ -22,18 +22,25 @@ from tierstore.pipeline import windows
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs
 from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Popularity
-from tierstore.rounds import MERGED_READ_BYTES, merged_reads, read_bytes, record_bytes, round_batches
+from tierstore.rounds import (
+    MERGED_READ_BYTES,
+    batch_cost,
+    merged_reads,
+    read_bytes,
+    record_bytes,
+    round_batches,
+)
 
 BLOCK, RECORD = 4096, 292
 GAP = 8 << 10  # of the store as long as it has not measured its device
 ROWS, DIM, BATCH, ROOM, WARM, STEPS = 100_000, 64, 256, 2000, 150, 250
 SIZE = 4 * DIM
-CURVE = [(BLOCK, 60e3), (MERGED_READ_BYTES, 25e3)]
+DRIVES = {"ssd_read_iops": 60e3, "ssd_bw": 25e3 * MERGED_READ_BYTES}
 
 
 def machine(**changes: object) -> Topology:
     sizes = {"hbm_per_rank": "16MiB", "host_memory_per_host": "256MiB", "ssd_per_host": "10GiB"}
-    return topology(1, 1, **{**sizes, "device": "cpu", "ssd_read_curve": CURVE, **changes})
+    return topology(1, 1, **{**sizes, "device": "cpu", **DRIVES, **changes})
 
 
 def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
@@ -64,7 +71,7 @@ def test_a_call_costs_what_its_merged_reads_cost(rows):
     gap = min(each / per_byte, MERGED_READ_BYTES - BLOCK)
     places = np.sort(np.random.default_rng(rows).integers(0, stored // RECORD, rows)) * RECORD
     reads, size = merged(places, gap)
-    predicted = machines.round_seconds(rows, record, stored)
+    predicted = batch_cost(rows, 1, rows, record, stored, machines.read_cost)
     assert predicted == pytest.approx(reads * each + size * per_byte, rel=0.1)
     assert predicted <= rows / 60e3 * (1 + 1e-9)
 
