@@ -53,12 +53,9 @@ class PriceGrid:
         )
         stored = j < len(slow.density)
         index = stored * cost.index_bytes
-        link, held = fast.seconds[i], slow.bytes[j] - index
-        return Part(
-            option,
-            np.concatenate([cost.load, [cost.fixed_hbm], fast.bytes[i], link, held]),
-            np.concatenate([[cost.fixed_host], index, slow.seconds[j], stored * cost.ssd_bytes]),
-        )
+        rank = np.hstack([cost.load, cost.fixed_hbm, fast.bytes[i], fast.seconds[i], slow.bytes[j] - index])
+        host = np.hstack([cost.fixed_host, index, slow.seconds[j], stored * cost.ssd_bytes])
+        return Part(option, rank, host)
 
 
 def _steps(cost: ShardCost) -> tuple[Steps, Steps]:
@@ -111,16 +108,10 @@ class Cluster:
         rank, host = self._badness(self.ranks, self.hosts, spilled, unit, power)
         return float(rank.sum() + host.sum())
 
-    def weight(self, part: Part, unit: float) -> float:
-        """Return the share of a step of ``unit`` seconds, or of a memory, of a shard at its floors."""
-        rank, host, machine = part.rank, part.host, self.topology
-        seconds = max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / machine.ranks_per_host)
-        return max(
-            seconds / unit,
-            (rank[_FIXED] + rank[_BYTES][0]) / machine.hbm_per_rank,
-            (rank[_HELD][0] + host[_INDEX][0]) / max(1, machine.host_memory_per_host),
-            host[_FILES][0] / max(1, machine.ssd_per_host),
-        )
+    def longest_stage(self, part: Part) -> float:
+        """Return the seconds of the longest stage of a shard at its floors."""
+        rank, host = part.rank, part.host
+        return max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / self.topology.ranks_per_host)
 
     def growth(self, part: Part, unit: float, power: float) -> FloatArray:
         """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""

@@ -42,7 +42,6 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     values = {key: item[key] for key in (*_NEEDED, *_FIELDS) if key in item}
     values["dtype"] = dtype_of(name, item.get("data_type", "FP32"))
     values["weighted"] = item.get("weighted", item.get("is_weighted", False))
-    values["feature_names"] = item.get("feature_names", ())
     if "popularity" in values:
         values["popularity"] = _popularity(where, values["popularity"])
     pooling = str(item.get("pooling", "SUM")).upper().removeprefix("POOLINGTYPE.")

@@ -31,12 +31,13 @@ class Search:
         self.until = time.perf_counter() + seconds
         self.cluster, self.choices = Cluster(problem), Choices()
         first = [self.grid.part(few[0]) for few in options]
-        self.unit = self._ideal(first)
+        weights = [self.cluster.longest_stage(part) for part in first]
+        # The unit of the smooth maximum is about a step of tables that are spread evenly.
+        self.unit = problem.compute_seconds + sum(weights) / len(world)
         small = sum(map(len, options)) * len(world) <= _SMALL
-        weights = [self.cluster.weight(part, self.unit) for part in first]
         self.order = sorted(range(len(options)), key=lambda t: -weights[t])
         self.parts = [
-            [part, *map(self.grid.part, few[1:] if small or weight >= _LIGHT else ())]
+            [part, *map(self.grid.part, few[1:] if small or weight >= _LIGHT * self.unit else ())]
             for part, weight, few in zip(first, weights, options, strict=True)
         ]
 
@@ -89,10 +90,3 @@ class Search:
         hosts = np.argsort(cost, kind="stable")[: 1 if one_host else option.column_cuts]
         ranks = (hosts[:, None] * per_host + np.arange(per_host)).ravel()
         return np.sort(ranks[np.argsort(grows[ranks], kind="stable")[: option.shards]]) if one_host else ranks
-
-    def _ideal(self, first: Sequence[Part]) -> float:
-        """Return the step if every table were spread evenly: the unit of the smooth maximum."""
-        pooled, everyone = Cluster(self.problem), np.arange(self.topology.world_size)
-        for part in first:
-            pooled.place(part, everyone, part.option.shards / len(everyone))
-        return pooled.quality()[1]

@@ -52,10 +52,7 @@ ASSUMED_RATES: dict[str, dict[str, float]] = {
     device: {name: rates[i] for name, rates in _RATES.items()} for i, device in enumerate(("cuda", "cpu"))
 }
 # Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing was measured: zero.
-ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
-    "cuda": {},
-    "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
-}
+ASSUMED_EXCHANGE_SECONDS = {"cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5}, "cuda": {}}
 
 ASSUMED: Any = None
 """Default of a rate: take the assumed one."""
