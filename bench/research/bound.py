@@ -1,7 +1,7 @@
 """How fast any plan could be at best: lower bounds that scipy's HiGHS proves.
 
 Caches are divided along the convex curves of :func:`tierstore.planner.allocate.corners`, to parts of a row.
-Constraints to groups of ranks, what policies take of the link, and the fetching thread of a CPU are left out.
+Constraints to groups of ranks, and what policies and rows of the store take, are left out.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ class _Program:
     def add_machine(self, rank: str, host: str) -> None:
         """Add a rank with all that it spends whatever its shards are, and its host, shared by its ranks."""
         problem, topology, most = self.problem, self.topology, -np.inf
-        for stage, seconds in enumerate([problem.compute_seconds, 0.0, 0.0, 0.0, 0.0]):
+        fixed = np.array([[problem.compute_seconds, 0.0, 0.0, 0.0]])
+        fetch = float(problem.fetch_seconds(fixed, np.zeros(1))[0])
+        for stage, seconds in enumerate([*fixed[0], 0.0, fetch]):
             self.rows[rank, stage][0] = -1.0
             self.limits[rank, stage] = most, -1e3 * seconds
             if stage < 4:
                 self.rows[rank, stage][1 + stage] = 1.0
+        self.rows[rank, 5] |= {1: topology.in_turn, 2: float(topology.one_fetcher)}
         self.limits[rank, "hbm"] = most, 1 - problem.fixed_hbm / topology.hbm_per_rank
         self.rows[host, "drives"][0] = -1.0
         room = topology.host_memory_per_host - problem.fixed_host
@@ -116,14 +119,17 @@ class _Program:
             self._add_shard(chosen, option.cost, ranks, hosts)
 
     def _add_shard(self, chosen: int, cost: ShardCost, ranks: Shares, hosts: Shares) -> None:
-        for stage, seconds in enumerate(cost.load):
+        one_fetcher = float(self.topology.one_fetcher)
+        fetch = one_fetcher * (cost.load[1] + self.topology.in_turn * cost.load[0])
+        for stage, seconds in enumerate((*cost.load, 0.0, fetch)):
             self._add(ranks, stage, chosen, seconds)
         self._add(ranks, "hbm", chosen, cost.fixed_hbm)
         self._add(hosts, "memory", chosen, cost.fixed_host)
         above = self.rows["on the device are among those in memory", len(self.rows)]
         for v, rows, misses in self._segments(chosen, *corners(cost, cost.hbm_floor)):
             above[v] += rows / cost.rows
-            self._add(ranks, 4, v, misses * cost.unique * cost.link_s)
+            for stage, share in ((4, 1.0), (5, one_fetcher)):
+                self._add(ranks, stage, v, share * misses * cost.unique * cost.link_s)
             self._add(ranks, "hbm", v, rows * cost.slot_bytes)
             self._add(hosts, "memory", v, -rows * cost.slot_bytes)
         segments = self._segments(chosen, *corners(cost, cost.memory_floor))
