@@ -94,10 +94,7 @@ class Cluster:
         self.hosts[hosts] += sign * counts[hosts, None] * part.host
 
     def quality(self) -> tuple[float, float]:
-        """Return (overflow, seconds of the longest stage): less is better, in this order.
-
-        Overflow is the sum of what does not fit, in shares of the memories' sizes.
-        """
+        """Return (shares of memories that do not fit, seconds of the longest stage); less is better."""
         spilled = self._by_host(self._spilled(self.ranks))
         (rank, over), (host, host_over) = self._of_ranks(self.ranks), self._of_hosts(self.hosts, spilled)
         return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()), 1e-12)

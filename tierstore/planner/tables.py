@@ -192,8 +192,7 @@ def prepared(
         group = demand.device_group or [0]
         message = f"device_group {list(group)} must be ranks below {world_size}"
         require(max(group) < world_size, f"constraints of {name!r}: {message}")
-    nothing = ParameterConstraints()
-    return [_prepared(t, constraints.get(t.name, nothing), stats.get(t.name)) for t in tables]
+    return [_prepared(t, constraints.get(t.name, ParameterConstraints()), stats.get(t.name)) for t in tables]
 
 
 def _prepared(spec: TableSpec, demand: ParameterConstraints, stats: Mapping[str, Any] | None) -> TableSpec:
