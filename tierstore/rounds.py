@@ -109,6 +109,11 @@ Stored = tuple[int, float]
 """The bytes of a record, and of all records of the store."""
 
 
+Cost = tuple[float, float]
+"""What a request costs, and each of its bytes."""
+IN_BYTES: Cost = GAP_BYTES, 1.0
+
+
 def horizon_batches(room: float, lacking: float) -> float:
     """Return the most batches that rows are read for, with room for ``room`` rows, of which a batch lacks
     ``lacking``."""
@@ -153,13 +158,16 @@ def merged_reads(gap: float, rows: float, record: int, stored: float) -> tuple[f
     return rows / together, rows / together * (block + step * (together - 1))
 
 
-def batch_cost(lacking: float, window: float, room: float, record: int, stored: float) -> float:
-    """Return what the reads for one batch cost the drives: bytes, and ``GAP_BYTES`` per request."""
+def batch_cost(
+    lacking: float, window: float, room: float, record: int, stored: float, drive: Cost = IN_BYTES
+) -> float:
+    """Return what the reads for one batch cost the drives, in bytes or in seconds, as ``drive`` has it."""
     if lacking <= 0:
         return 0.0
-    count = round_batches(window, room, lacking)
-    requests, size = merged_reads(GAP_BYTES, lacking * count, record, stored)
-    return (requests * GAP_BYTES + size) / count
+    count, (request, byte) = round_batches(window, room, lacking), drive
+    gap = min(request / byte, MERGED_READ_BYTES - read_bytes(record))
+    requests, size = merged_reads(gap, lacking * count, record, stored)
+    return (requests * request + size * byte) / count
 
 
 def best_size(most: int, cost: Callable[[float], float], now: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """How fast any plan could be at best: lower bounds that scipy's HiGHS proves.
 
 Caches are divided along the convex curves of :func:`tierstore.planner.allocate.corners`, to parts of a row.
-What policies and rows of the store take of the fetching thread is left out.
+Constraints to groups of ranks, and what policies and rows of the store take, are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tierstore.errors import TierStoreError
 from tierstore.planner.allocate import corners
 from tierstore.planner.costs import Problem
 from tierstore.planner.options import ShardCost, ShardingOption, options_of
+from tierstore.planner.topology import Topology
 from tierstore.rounds import FloatArray
 
 Shares = Sequence[tuple[str, float]]
@@ -28,14 +29,13 @@ Shares = Sequence[tuple[str, float]]
 def optimum(problem: Problem, time_limit: float = 60.0) -> float:
     """Return seconds that the best step over all options and ranks takes at least; for small cases."""
     topology, program = problem.topology, _Program(problem)
-    hosts = [f"host {topology.host_of(r)}" for r in range(topology.world_size)]
-    for r, host in enumerate(hosts):
-        program.add_machine(f"rank {r}", host)
-    for t, demand in enumerate(problem.demands):
-        group = range(len(hosts)) if demand.device_group is None else sorted(set(demand.device_group))
+    machines = [(f"rank {r}", f"host {r // topology.ranks_per_host}") for r in range(topology.world_size)]
+    for machine in machines:
+        program.add_machine(*machine)
+    for t in range(len(problem.tables)):
         for option in options_of(problem, t):
-            for place in _places(option, group, topology.ranks_per_host):
-                shards = [([(f"rank {r}", 1.0)], [(hosts[r], 1.0)]) for r in place]
+            for place in _places(option, topology):
+                shards = [([(machines[r][0], 1.0)], [(machines[r][1], 1.0)]) for r in place]
                 program.add_choice(t, option, shards)
     return program.solve(time_limit)
 
@@ -55,20 +55,19 @@ def relaxed(problem: Problem, time_limit: float = 60.0) -> float:
             most = {"host": 1, "hosts": option.column_cuts, "all": topology.hosts}
             alone = count / most.get(option.spread, min(topology.hosts, option.shards))
             ranks = [("rank of -1", count / topology.world_size), (f"rank of {t}", 1.0)]
-            program.add_choice(
-                t, option, [(ranks, [("host of -1", count / topology.hosts), (f"host of {t}", alone)])]
-            )
+            hosts = [("host of -1", count / topology.hosts), (f"host of {t}", alone)]
+            program.add_choice(t, option, [(ranks, hosts)])
     return program.solve(time_limit)
 
 
-def _places(option: ShardingOption, ranks: Sequence[int], per_host: int) -> Iterable[Sequence[int]]:
+def _places(option: ShardingOption, topology: Topology) -> Iterable[Sequence[int]]:
     """Return every choice of ranks for an option's shards."""
+    ranks, per_host = range(topology.world_size), topology.ranks_per_host
     if option.spread == "all":
         return [ranks]
     if option.spread == "any":
         return itertools.combinations(ranks, option.shards)
-    hosts = [range(first, first + per_host) for first in ranks if first % per_host == 0]
-    hosts = [host for host in hosts if set(host) <= set(ranks)]
+    hosts = [ranks[first : first + per_host] for first in ranks[::per_host]]
     if option.spread == "host":
         return [place for host in hosts for place in itertools.combinations(host, option.shards)]
     return [list(itertools.chain(*few)) for few in itertools.combinations(hosts, option.column_cuts)]
@@ -126,8 +125,6 @@ class _Program:
             self._add(ranks, stage, chosen, seconds)
         self._add(ranks, "hbm", chosen, cost.fixed_hbm)
         self._add(hosts, "memory", chosen, cost.fixed_host)
-        if not cost.slot_bytes:
-            return
         above = self.rows["on the device are among those in memory", len(self.rows)]
         for v, rows, misses in self._segments(chosen, *corners(cost, cost.hbm_floor)):
             above[v] += rows / cost.rows

@@ -10,6 +10,7 @@ are the planner's.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -46,9 +47,6 @@ class Simulation:
         missing: list[tuple[int, int]] = []
         for item, shards in zip(solution.placed, solution.shards(), strict=True):
             table, rows = problem.tables[item.table], item.option.row_cuts
-            if not item.option.cost.unique:  # replicas have all rows
-                missing += [(0, 0)] * len(item.ranks)
-                continue
             lookups = int(table.accesses(problem.global_batch))
             ids = popular_ids(self.random, table.rows, table.popularity, lookups)
             # Popularity is spread evenly over row cuts; each shard holds its most popular rows.
@@ -81,10 +79,10 @@ class Simulation:
         ssd = np.bincount(self.rank_of, ssd_misses * self.ssd_s, self.world)
         compute = partial(self._on_all_ranks, "device", self.kernels + link * self.moves, self._finish_batch)
         exchange = partial(self._on_all_ranks, "network", np.maximum(self.intra, self.inter), compute)
-        gathered = Barrier(self.world, exchange)
+        gathered = last_of(self.world, exchange)
         for r in range(self.world):
-            to_link = partial(self._serve, ("link", r), float(link[r]), gathered.arrive)
-            to_ssd = partial(self._serve, ("ssd", self.topology.host_of(r)), float(ssd[r]), to_link)
+            to_link = partial(self._serve, ("link", r), float(link[r]), gathered)
+            to_ssd = partial(self._serve, ("ssd", r // self.topology.ranks_per_host), float(ssd[r]), to_link)
             self._serve(("index", r), float(self.index[r]), to_ssd)
 
     def _finish_batch(self) -> None:
@@ -94,9 +92,9 @@ class Simulation:
 
     def _on_all_ranks(self, name: str, seconds: np.ndarray, then: Callable[[], None]) -> None:
         """Let each rank's server of a name do a job, and call ``then`` when the slowest has done its job."""
-        done = Barrier(self.world, then)
+        done = last_of(self.world, then)
         for r in range(self.world):
-            self._serve((name, r), float(seconds[r]), done.arrive)
+            self._serve((name, r), float(seconds[r]), done)
 
     def _serve(self, name: tuple[str, int], seconds: float, then: Callable[[], None]) -> None:
         """Let a server do a job, after those that came before, and then call ``then``."""
@@ -114,13 +112,7 @@ def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, 
     return np.unique(np.clip(np.rint(drawn), 0, rows - 1).astype(np.int64))
 
 
-class Barrier:
-    """Calls ``then`` when ``count`` ranks have arrived."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self.missing, self.then = count, then
-
-    def arrive(self) -> None:
-        self.missing -= 1
-        if not self.missing:
-            self.then()
+def last_of(count: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Return what ranks call when they arrive: the last of ``count`` calls ``then``."""
+    arrived = itertools.count(1)
+    return lambda: then() if next(arrived) == count else None

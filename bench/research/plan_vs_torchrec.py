@@ -31,13 +31,12 @@ _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=int, nargs="+", default=[4, 12, 40], help="numbers of tables")
-    parser.add_argument("--machines", nargs="+", default=[*MACHINES], choices=[*MACHINES])
 
 
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     print(f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in")
     pairs = []
-    for count, machine, sizes, hbm in itertools.product(args.tables, args.machines, SIZES, _HBM):
+    for count, machine, sizes, hbm in itertools.product(args.tables, MACHINES, SIZES, _HBM):
         tables = model(count, sizes)
         machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
         pair = compared(tables, machines)

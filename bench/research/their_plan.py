@@ -72,8 +72,6 @@ def placed_as(problem: Problem, number: int, theirs: Any) -> Placed:
     kind, ranks = theirs.sharding_type, sorted(set(theirs.ranks))
     if len(ranks) == 1 and kind != "data_parallel":
         kind = "table_wise"  # shards of one rank are one
-    if machines.hosts == 1:  # where we have one name for both
-        kind = {"table_row_wise": "row_wise", "table_column_wise": "column_wise"}.get(kind, kind)
     columns = len(ranks) if "column" in kind else 1
     demands = list(problem.demands)
     demands[number] = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)

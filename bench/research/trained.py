@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from tierstore.result_file import JsonFile, option_errors
 from tierstore.sharding import DistributedModelParallel
 from tierstore.sharding.planning import tiers_of_rank
 
+from .._neighbours import LOUD, Neighbours
 from .._ranks import on_ranks
 from .._rounds import chosen, due, read_records
 from .._runtime_costs import load_zeros, one_thread, planning_seconds
@@ -84,9 +87,8 @@ CASES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", help=f"by number below {len(CASES)}: 0-2 (default: all)")
     parser.add_argument("--rounds", type=int, default=1, help="times that all is measured (default: 1)")
-    parser.add_argument("--warm", type=int, default=120, help="steps before the first turn (default: 120)")
-    parser.add_argument("--turns", type=int, default=4, help="turns of a plan and round (default: 4)")
-    parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
+    parser.add_argument("--warm", type=int, default=120, help="steps before those measured (default: 120)")
+    parser.add_argument("--steps", type=int, default=96, help="steps that are measured (default: 96)")
     parser.add_argument("--topology", type=Path, help="of tierstore bench device with the cases' --ranks")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
 
@@ -102,11 +104,10 @@ def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
         if name not in plans:
             dense = on_ranks(CASES[name].ranks, dense_seconds, CASES[name])
             plans[name] = plans_of(CASES[name], made["rates"], args.search_seconds, dense)
-    turns = args.warm, args.turns, args.steps
     keys = [{"case": name, "by": by} for name in names for by in plans[name]]
     for key in (keys[i] for _ in range(args.rounds) for i in due(keys, records)):
         case, plan = CASES[key["case"]], plans[key["case"]][key["by"]]["plan"]
-        records.append({**key, **on_ranks(case.ranks, _train, case, plan, *turns)})
+        records.append({**key, **on_ranks(case.ranks, _train, case, plan, args.warm, args.steps)})
         if target is not None:
             target.write(made)
     made["cases"] = compared(plans, records)
@@ -147,16 +148,27 @@ def _described(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _train(case: Case, plan: dict[str, Any], *turns: int) -> Any:
-    """Return, per step, seconds of the slowest rank, CPU seconds and rows of all."""
+def _train(case: Case, plan: dict[str, Any], warm: int, steps: int) -> Any:
+    """Return, per step after ``warm`` ones, seconds of the slowest rank, CPU seconds and rows of all.
+
+    Also what other processes took of the machine (``others``), and the loss at the end.
+    """
     one_thread()
-    with job_of(case, plan) as job:
-        return job.train(*turns, _over_ranks)
+    neighbours = Neighbours(lambda value: _over_ranks("cpu", value))
+    with job_of(case, plan, warm + steps + training.WINDOW + training.DEPTH + 2) as job:
+        job.train(warm)
+        neighbours.share()
+        before, loss, after = job.counters(), job.train(steps), job.counters()
+        figures = {name: _over_ranks(name, after[name] - before[name]) / steps for name in after}
+        return {**figures, "others": _over_ranks("others", neighbours.share()), "loss": loss}
 
 
 @contextmanager
-def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
-    """Make a job with the shards and tiers of a plan, whose rows begin as zeros, and are there."""
+def job_of(case: Case, described: Mapping[str, Any], drawn: int = 0) -> Iterator[Job]:
+    """Make a job with the shards and tiers of a plan, whose rows begin as zeros, and are there.
+
+    ``drawn``: batches that are drawn before the first step, since drawing is no part of a step.
+    """
     torch.manual_seed(0)
     plan = ShardingPlan.from_dict(described)
     stored = any(shard.ssd_bytes for table in plan.tables for shard in table.shards)
@@ -178,13 +190,15 @@ def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
     def counters() -> dict[str, float]:
         tiers = bags.engine.stats()["tiers"]
         return {
+            **{"step": time.perf_counter(), "compute": time.thread_time(), "cpu": time.process_time()},
             "fetch": planning_seconds(bags),
             "misses": tiers["hbm"]["rows"] - tiers["hbm"]["row_hits"],
             "reads": tiers["ssd"]["row_hits"] if "ssd" in tiers else 0,
         }
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(model, Data(case).batches(rank), counters)
+    batches = Data(case).batches(rank)
+    job = Job(model, chain(list(islice(batches, drawn)), batches), counters)
     try:
         yield job
     finally:
@@ -200,13 +214,13 @@ def _over_ranks(name: str, value: float) -> float:
 
 
 def compared(plans: ByCase, records: Records) -> dict[str, dict[str, dict[str, Any]]]:
-    """By case and way: medians per step of the rounds that had calm turns (of all where none had), and our
-    seconds over theirs."""
+    """By case and way: medians per step of the rounds that other processes left alone (of all where they left
+    none), and our seconds over theirs."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
     for name, ways in plans.items():
         for by in ways:
             every = [record for record in records if (record["case"], record["by"]) == (name, by)]
-            same = [record for record in every if record["calm"]] or every
+            same = [record for record in every if record["others"] < LOUD] or every
             if same:
                 counted = [key for key, value in same[0].items() if isinstance(value, int | float)]
                 found: dict[str, Any] = {key: float(np.median([one[key] for one in same])) for key in counted}
@@ -234,7 +248,7 @@ def summary(cases: ByCase, plans: ByCase, records: Records) -> dict[str, float]:
         "miss_error.worst": max(wrong["misses"], default=0.0),
         "read_error.worst": max(wrong["reads"], default=0.0),
         "measured": len(records),
-        "disturbed": sum(not record["calm"] for record in records),
+        "disturbed": sum(record["others"] >= LOUD for record in records),
     }
 
 

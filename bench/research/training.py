@@ -1,12 +1,11 @@
-"""A model that plans are trained with, and the turns in which its steps are measured."""
+"""A model that plans are trained with, and how its steps are measured."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
 from tierstore.planner import TableSpec, Topology, costs
 from tierstore.planner.tables import spec_of_config
 
-from .._neighbours import LOUD, Neighbours
 from .._runtime_costs import Draws, features, one_thread, perceptron, train_step
 
 DEPTH, WINDOW, LR = 2, 8, 0.01
@@ -99,18 +97,15 @@ class Data:
         random, examples = np.random.default_rng(1000 + step), self.case.batch_size * self.case.ranks
         return [draw(random, examples * bag) for draw, bag in zip(self._draws, self.case.bags, strict=True)]
 
-    def part(self, step: int, rank: int) -> KeyedJaggedTensor:
-        """Return the examples of one rank."""
+    def batches(self, rank: int) -> Iterator[KeyedJaggedTensor]:
+        """Yield endless batches of one rank's examples, all behind the recorded part."""
         size, bags = self.case.batch_size, self.case.bags
-        pairs = zip(self.ids(step), bags, strict=True)
-        ids = [every[rank * size * bag : (rank + 1) * size * bag] for every, bag in pairs]
         lengths = torch.tensor(bags).repeat_interleave(size)
         names = [config.name for config in self.case.configs]
-        return features(names, ids, lengths)
-
-    def batches(self, rank: int) -> Iterator[KeyedJaggedTensor]:
-        """Return endless batches of one rank, all behind the recorded part."""
-        return (self.part(step, rank) for step in count(_RECORDED))
+        for step in count(_RECORDED):
+            pairs = zip(self.ids(step), bags, strict=True)
+            ids = [every[rank * size * bag : (rank + 1) * size * bag] for every, bag in pairs]
+            yield features(names, ids, lengths)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
@@ -171,49 +166,11 @@ class Job:
 
     def __init__(self, model: Any, made: Iterator[Any], counters: Callable[[], dict[str, float]]) -> None:
         self.model, self.counters = model, counters
-        self._made, self._drawn = made, deque[Any]()
-        self.batches = tierstore.prefetch(self._given(), model, depth=DEPTH, window=WINDOW)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        self.batches = tierstore.prefetch(made, model, depth=DEPTH, window=WINDOW)
 
-    def _draw(self, number: int) -> None:
-        """Make so many batches before they are needed: drawing them is no part of a step."""
-        self._drawn.extend(islice(self._made, number))
-
-    def _given(self) -> Iterator[Any]:
-        while True:
-            yield self._drawn.popleft() if self._drawn else next(self._made)
-
-    def train(
-        self, warm: int, turns: int, steps: int, reduced: Callable[[str, float], float]
-    ) -> dict[str, Any]:
-        """Return what a step adds to each counter, medians of the calm turns (of all where there are none).
-
-        ``warm`` steps are first, then ``turns`` of ``steps`` each. As many turns again, at most, take the
-        place of those that other processes disturbed. ``step`` is by the clock. ``reduced``: a counter's
-        value over all ranks. Also the number of turns, of calm ones, and the loss at the end.
-        """
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        neighbours = Neighbours(lambda value: reduced("cpu", value))
-        found: list[dict[str, float]] = []
-        self._draw(warm + WINDOW + DEPTH + 2)
-        self._steps(optimizer, warm)
-        while sum(turn["others"] < LOUD for turn in found) < turns and len(found) < 2 * turns:
-            self._draw(WINDOW + steps)
-            self._steps(optimizer, WINDOW)  # what was fetched while batches were drawn is used up
-            neighbours.share()
-            before = self._counted()
-            loss = self._steps(optimizer, steps)
-            after = self._counted()
-            turn = {name: reduced(name, after[name] - before[name]) / steps for name in after}
-            found.append({**turn, "others": reduced("others", neighbours.share())})
-        calm = [turn for turn in found if turn["others"] < LOUD]
-        figures = {name: float(np.median([turn[name] for turn in calm or found])) for name in found[0]}
-        return {**figures, "calm": len(calm), "turns": len(found), "loss": loss}
-
-    def _counted(self) -> dict[str, float]:
-        seconds = {"compute": time.thread_time(), "cpu": time.process_time()}
-        return {"step": time.perf_counter(), **seconds, **self.counters()}
-
-    def _steps(self, optimizer: torch.optim.Optimizer, number: int) -> float:
-        for _ in range(number):
-            loss = train_step(self.model, optimizer, next(self.batches))
+    def train(self, steps: int) -> float:
+        """Train ``steps`` batches, and return the loss of the last one."""
+        for _ in range(steps):
+            loss = train_step(self.model, self.optimizer, next(self.batches))
         return float(loss)

@@ -215,7 +215,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
         (
             "topology.yaml",
             "hbm_per_rank: 1GiB\nhost_memory_per_host: 0\nhbm_bw: .nan",
-            "hbm_bw is not a number",
+            "hbm_bw is nan; it must be a positive number",
         ),
         (
             "topology.yaml",

@@ -320,7 +320,7 @@ def plan_with(demands=None, stats=None, **changes):
         (lambda: topology(hosts=0), "positive integer"),
         (lambda: topology(hbm_per_rank="many"), "hbm_per_rank"),
         (lambda: topology(ssd_read_iops=-1), "ssd_read_iops"),
-        (lambda: topology(ssd_read_curve=[(4096, 0)]), "positive sizes"),
+        (lambda: topology(ssd_bw=0), "ssd_bw is 0; it must be a positive number"),
         (lambda: planner(topology(), batch_size=0), "batch_size"),
         (lambda: planner(topology(), search_seconds=float("nan")), "search_seconds"),
         (lambda: planner(topology(), constraints=[3]), "constraints is list"),
@@ -354,15 +354,18 @@ def test_more_rows_than_a_store_has_places_for_are_not_called_feasible():
     assert planner(topology(1, 2, **wide)).plan(tables).tables
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(15 << 34, {0}), ((15 << 34) + 1, {0, 1})])
-def test_the_search_knows_how_many_rows_of_a_size_a_store_has_places_for(rows, ranks):
-    """However little time it has: a busy rank gets one of two tables that no store holds together."""
+@pytest.mark.parametrize(("rows", "rank", "fits"), [(0, 0, True), (1, 0, False), (1, 1, True)])
+def test_all_rows_of_a_size_on_a_rank_count_for_the_places_of_its_store(rows, rank, fits):
+    """The search does not count places, so constraints say where tables go that no store holds together."""
     huge = {"hbm_per_rank": "16GiB", "host_memory_per_host": "32TiB", "ssd_per_host": "1000TiB"}
-    demands = {name: ParameterConstraints(["table_wise"]) for name in "ab"}
-    demands["busy"] = ParameterConstraints(["table_wise"], device_group=[1])
-    tables = [table("a", 15 << 34, 16), table("b", rows, 16), table("busy", pooling_factor=1000.0)]
-    plan = planner(topology(1, 2, **huge), constraints=demands, search_seconds=0).plan(tables)
-    assert {shard.rank for name in "ab" for shard in plan.table(name).shards} == ranks
+    demands = {name: ParameterConstraints(device_group=[at]) for name, at in (("a", 0), ("b", rank))}
+    tables = [table("a", 15 << 34, 16), table("b", (15 << 34) + rows, 16)]
+    two = planner(topology(1, 2, **huge), constraints=demands, search_seconds=0)
+    if fits:
+        assert {shard.rank for shard in two.plan(tables).table("b").shards} == {rank}
+    else:
+        with pytest.raises(ConfigError, match=r"a store has places for .*cut the tables by rows"):
+            two.plan(tables)
 
 
 def test_the_example_for_128_ranks_is_planned_in_no_time():

@@ -70,8 +70,8 @@ def test_the_hull_is_below_all_points_and_keeps_only_corners():
     [
         ([1, 2], [0.5], "as many"),
         ([], [], "one at least"),
-        ([-1.0], [0.5], "negative"),
-        ([float("nan")], [0.5], "not a number"),
+        ([-1.0], [0.5], "sizes of 0 rows or more"),
+        ([float("nan")], [0.5], "sizes of 0 rows or more"),
         ([1.0], [1.5], "from 0 to 1"),
     ],
 )

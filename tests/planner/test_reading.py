@@ -22,18 +22,25 @@ from tierstore.pipeline import windows
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs
 from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Popularity
-from tierstore.rounds import MERGED_READ_BYTES, merged_reads, read_bytes, record_bytes, round_batches
+from tierstore.rounds import (
+    MERGED_READ_BYTES,
+    batch_cost,
+    merged_reads,
+    read_bytes,
+    record_bytes,
+    round_batches,
+)
 
 BLOCK, RECORD = 4096, 292
 GAP = 8 << 10  # of the store as long as it has not measured its device
 ROWS, DIM, BATCH, ROOM, WARM, STEPS = 100_000, 64, 256, 2000, 150, 250
 SIZE = 4 * DIM
-CURVE = [(BLOCK, 60e3), (MERGED_READ_BYTES, 25e3)]
+DRIVES = {"ssd_read_iops": 60e3, "ssd_bw": 25e3 * MERGED_READ_BYTES}
 
 
 def machine(**changes: object) -> Topology:
     sizes = {"hbm_per_rank": "16MiB", "host_memory_per_host": "256MiB", "ssd_per_host": "10GiB"}
-    return topology(1, 1, **{**sizes, "device": "cpu", "ssd_read_curve": CURVE, **changes})
+    return topology(1, 1, **{**sizes, "device": "cpu", **DRIVES, **changes})
 
 
 def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
@@ -64,7 +71,7 @@ def test_a_call_costs_what_its_merged_reads_cost(rows):
     gap = min(each / per_byte, MERGED_READ_BYTES - BLOCK)
     places = np.sort(np.random.default_rng(rows).integers(0, stored // RECORD, rows)) * RECORD
     reads, size = merged(places, gap)
-    predicted = machines.round_seconds(rows, record, stored)
+    predicted = batch_cost(rows, 1, rows, record, stored, machines.read_cost)
     assert predicted == pytest.approx(reads * each + size * per_byte, rel=0.1)
     assert predicted <= rows / 60e3 * (1 + 1e-9)
 
@@ -247,17 +254,18 @@ def test_more_memory_for_reading_ahead_saves_reads() -> None:
     assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]
 
 
-def test_automatic_bytes_are_what_saves_the_drives_most() -> None:
-    """Of little memory reading ahead gets all that it may; of nearly enough for all rows, the rows get
-    more."""
-    shares = {}
-    for host in (60, 300):
-        machines = machine(host_memory_per_host=host << 20)
-        planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
-        ahead = planner.problem([table(rows=1 << 20, dim=64, pooling_factor=8.0)])._ahead.read_ahead
-        most = min((host << 20) / costs.READ_AHEAD_OF_MEMORY, (1 << 20) * 272 / costs.READ_AHEAD_SHARE)
-        shares[host] = ahead / most
-        elsewhere = replace(planner.problem([table(rows=1 << 20)]), topology=replace(machines, device="cuda"))
-        assert elsewhere._ahead.read_ahead == most
-    assert shares[60] == pytest.approx(1, abs=1e-6)
-    assert shares[300] < 0.5
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("host", "rows", "most"),
+    [
+        ("300MiB", 1 << 20, (300 << 20) / costs.READ_AHEAD_OF_MEMORY),
+        ("64GiB", 1 << 20, (1 << 20) * 272 / costs.READ_AHEAD_SHARE),
+        ("2TiB", 1 << 30, costs.READ_AHEAD_AT_MOST),
+    ],
+)
+def test_automatic_bytes_are_the_most_that_reading_ahead_may_take(
+    host: str, rows: int, most: float, device: str
+) -> None:
+    machines = machine(host_memory_per_host=host, device=device)
+    planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
+    assert planner.problem([table(rows=rows, dim=64, pooling_factor=8.0)])._ahead.read_ahead == most

@@ -88,7 +88,7 @@ def test_each_table_misses_what_was_predicted(budget: training.Budget) -> None:
 
 def allocation(tables: list[tuple[MissCurve, float, float, float]]) -> Allocation:
     costs = [
-        ShardCost(int(curve.rows[-1]), 64, np.zeros(4), curve, 0, 0, 0, slot_bytes=64, unique=unique)
+        ShardCost(int(curve.rows[-1]), np.zeros(4), curve, 0, 0, 0, slot_bytes=64, unique=unique)
         for curve, unique, _, _ in tables
     ]
     hbm, memory = (np.array([table[i] for table in tables]) for i in (2, 3))

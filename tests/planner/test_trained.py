@@ -84,7 +84,7 @@ def test_rounds_are_measured_and_gone_on_with(
         assert ranks == 2
         if work is dense_seconds:
             return 1e-3
-        return {"step": 0.01, "cpu": 0.02, "others": 0.0, "calm": 4, "misses": 9, "reads": 0}
+        return {"step": 0.01, "cpu": 0.02, "others": 0.0, "misses": 9, "reads": 0}
 
     monkeypatch.setattr(trained, "on_ranks", measured)
     monkeypatch.setattr(trained, "CASES", {"small": IN_MEMORY, "no": CASES["one giant"]})
@@ -110,7 +110,7 @@ def test_plans_are_trained_with_and_later_commands_add_to_them(
         json.dumps({"device": "cpu", "hbm_per_rank": 1, "hbm_bw": 5e9, "measured": {"step_s": 1e-4}})
     )
     common = f"--json {out} --search-seconds 0.5 --topology {rates}"
-    few = "--turns 1 --steps 4 --warm 12"
+    few = "--steps 4 --warm 12"
     assert bench(f"{common} {few}") == 0
     figures = json.loads(out.read_text())
     assert figures["plans_trained"] == len(alone) == 10

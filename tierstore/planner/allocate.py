@@ -23,13 +23,12 @@ _MOST = 2.0**62  # bytes: what is more does not fit anywhere
 class Steps:
     """The best ways to spend bytes on a shard: corners of a convex curve of seconds over bytes, float64.
 
-    ``rows``: held at the corner. ``sizes``, ``density``: bytes from each corner to the next, and seconds that
-    each of these saves, falling.
+    At the last corner all rows are held. ``sizes``, ``density``: bytes from each corner to the next, and
+    seconds that each of these saves, falling.
     """
 
     bytes: FloatArray
     seconds: FloatArray
-    rows: FloatArray
 
     def __post_init__(self) -> None:
         self.sizes = np.diff(self.bytes)
@@ -47,9 +46,7 @@ def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str, slot: s
     size[-1] -= index
     seconds[:-1] += cost.policy_s if per_miss == "link_s" else 0.0
     fewer = np.append(size[:-1] < size[-1], True)
-    size, seconds = lower_hull(size[fewer], seconds[fewer])
-    rows = np.append((size[:-1] - index) / (getattr(cost, slot) or 1.0), float(cost.rows))
-    return Steps(size, seconds, rows)
+    return Steps(*lower_hull(size[fewer], seconds[fewer]))
 
 
 def corners(cost: ShardCost, floor: float) -> tuple[FloatArray, FloatArray]:
@@ -78,7 +75,7 @@ class Allocation:
     ssd_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
-        self.rows, self.slot = self.field("rows"), self.field("slot_bytes")
+        self.rows = self.field("rows")
 
     def field(self, name: str) -> FloatArray:
         """Return one of the fields of ShardCost for every shard."""
@@ -104,7 +101,7 @@ class Allocation:
 
     def hbm_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each shard on its device, buffers included: int64 (shards,)."""
-        return _whole_bytes(self.hbm_rows * self.slot + self.field("fixed_hbm"))
+        return _whole_bytes(self.hbm_rows * self.field("slot_bytes") + self.field("fixed_hbm"))
 
     def uvm_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each shard in host memory, the store's index included: int64 (shards,)."""
@@ -130,10 +127,10 @@ class Allocation:
         return crowded if count > MOST_STORED_ROWS else ""
 
 
-def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) -> Allocation:
+def allocate(problem: Problem, placed: Sequence[Placed], per_miss: str = "link_s") -> Allocation:
     """Divide device memory by marginal gain of link time, then host memory by marginal gain of SSD time.
 
-    ``for_ssd``: device memory by gain of SSD time, too, which weighs large rows less.
+    ``per_miss``: "ssd_s" divides device memory by gain of SSD time, too, which weighs large rows less.
     """
     topology = problem.topology
     costs = [item.option.cost for item in placed for _ in item.ranks]
@@ -141,18 +138,16 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     promised = [problem.demands[item.table].promises_memory for item in placed for _ in item.ranks]
     hbm_rows, memory_rows = np.zeros((2, len(costs)))
     result = Allocation(costs, rank, hbm_rows, memory_rows, np.array(promised, dtype=bool))
-    replicas = result.slot == 0
-    result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
     fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + problem.fixed_hbm
     for r in range(topology.world_size):
-        here, room = np.flatnonzero((rank == r) & ~replicas), float(topology.hbm_per_rank - fixed[r])
+        here, room = np.flatnonzero(rank == r), float(topology.hbm_per_rank - fixed[r])
         floors = result.field("hbm_floor")[here]
-        result.hbm_rows[here], missing = _fill(result, here, floors, "ssd_s" if for_ssd else "link_s", room)
+        result.hbm_rows[here], missing = _fill(result, here, floors, per_miss, room)
         if missing > 0:
             result.missing["hbm", r] = int(missing) + 1
     host = rank // topology.ranks_per_host
     for h in range(topology.hosts):
-        _fill_host(problem, result, np.flatnonzero((host == h) & ~replicas), h)
+        _fill_host(problem, result, np.flatnonzero(host == h), h)
     # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
     own = result.ssd_need()

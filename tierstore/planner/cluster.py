@@ -7,24 +7,23 @@ and a rank or host is known by their sums at :data:`GRID` prices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tierstore.planner.allocate import Steps, steps_of
-from tierstore.planner.costs import MOST_STORED_ROWS, Problem
+from tierstore.planner.costs import Problem
 from tierstore.planner.options import Ranks, ShardCost, ShardingOption
 from tierstore.rounds import FloatArray
 
 GRID = 48
 _OVERFLOW = 1e12
 # Columns of what shards need of a rank: seconds of four stages; buffers; by price bytes of the device and
-# seconds of the link, bytes of device and host together; rows in the store by bytes of a row. Of a host:
-# buffers; by price bytes of the store's index, seconds and bytes of the drives.
+# seconds of the link, bytes of device and host together. Of a host: buffers; by price bytes of the store's
+# index, seconds and bytes of the drives.
 _LOAD, _FIXED = slice(4), 4
 _BYTES, _LINK, _HELD = (slice(5 + k * GRID, 5 + (k + 1) * GRID) for k in range(3))
-_STORED = slice(5 + 3 * GRID, None)
 _INDEX, _DRIVES, _FILES = (slice(1 + k * GRID, 1 + (k + 1) * GRID) for k in range(3))
 
 
@@ -38,17 +37,11 @@ class Part:
 
 
 class PriceGrid:
-    """Falling prices, seconds per byte, for the link and the drives: from buying floors to buying everything.
+    """Falling prices of link and drives, seconds per byte: from buying floors to buying everything."""
 
-    ``sizes``: bytes of those rows of which one rank might have too many for a store.
-    """
-
-    def __init__(self, options: Sequence[Sequence[ShardingOption]]) -> None:
-        first = [few[0].cost for few in options]
-        fast, slow = zip(*map(_steps, first), strict=True)
+    def __init__(self, costs: Iterable[ShardCost]) -> None:
+        fast, slow = zip(*map(_steps, costs), strict=True)
         self.link, self.ssd = _prices(fast), _prices(slow)
-        many = sum(cost.rows for cost in first) > MOST_STORED_ROWS
-        self.sizes = np.array(sorted({one.cost.stored_bytes for few in options for one in few if many}))
 
     def part(self, option: ShardingOption) -> Part:
         """Return what a shard of ``option`` needs at every price."""
@@ -58,15 +51,11 @@ class PriceGrid:
             np.searchsorted(-steps.density, -prices * (1 - 1e-12), side="right")
             for steps, prices in ((fast, self.link), (slow, self.ssd))
         )
-        hbm, held = fast.rows[i] * cost.slot_bytes, slow.rows[j] * cost.slot_bytes
-        many = (self.sizes == cost.stored_bytes) * float(cost.rows * (cost.memory_floor < cost.rows))
-        stored = slow.rows[j] < cost.rows
-        host = [stored * cost.index_bytes, slow.seconds[j], stored * cost.ssd_bytes]
-        return Part(
-            option,
-            np.concatenate([cost.load, [cost.fixed_hbm], hbm, fast.seconds[i], held, many]),
-            np.concatenate([[cost.fixed_host], *host]),
-        )
+        stored = j < len(slow.density)
+        index = stored * cost.index_bytes
+        rank = np.hstack([cost.load, cost.fixed_hbm, fast.bytes[i], fast.seconds[i], slow.bytes[j] - index])
+        host = np.hstack([cost.fixed_host, index, slow.seconds[j], stored * cost.ssd_bytes])
+        return Part(option, rank, host)
 
 
 def _steps(cost: ShardCost) -> tuple[Steps, Steps]:
@@ -88,10 +77,10 @@ def _prices(steps: Iterable[Steps]) -> FloatArray:
 class Cluster:
     """Sums over the shards placed so far, in the columns of :class:`Part`: (ranks, ...) and (hosts, ...)."""
 
-    def __init__(self, problem: Problem, sizes: int) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem, self.topology = problem, problem.topology
         self.host_of = np.arange(self.topology.world_size) // self.topology.ranks_per_host
-        self.ranks = np.zeros((self.topology.world_size, _STORED.start + sizes))
+        self.ranks = np.zeros((self.topology.world_size, _HELD.stop))
         self.hosts = np.zeros((self.topology.hosts, _FILES.stop))
         self.ranks[:, 0], self.ranks[:, _FIXED] = problem.compute_seconds, problem.fixed_hbm
         self.hosts[:, 0] = problem.fixed_host
@@ -104,45 +93,38 @@ class Cluster:
         hosts = np.flatnonzero(counts)
         self.hosts[hosts] += sign * counts[hosts, None] * part.host
 
-    def loads(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Return (seconds, overflow) of ranks: (ranks, 6) and (ranks,); of hosts: (hosts, 1) and (hosts,).
-
-        Overflow is a share of a memory's size, or of a store's places for rows of one size.
-        """
-        spilled = self._by_host(self._spilled(self.ranks))
-        return *self._of_ranks(self.ranks), *self._of_hosts(self.hosts, spilled)
-
     def quality(self) -> tuple[float, float]:
-        """Return (overflow, seconds of the longest stage): less is better, in this order."""
-        rank, over, host, host_over = self.loads()
+        """Return (shares of memories that do not fit, seconds of the longest stage); less is better."""
+        spilled = self._by_host(self._spilled(self.ranks))
+        (rank, over), (host, host_over) = self._of_ranks(self.ranks), self._of_hosts(self.hosts, spilled)
         return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()), 1e-12)
 
     def total(self, unit: float, power: float) -> float:
         """Return the sum of :func:`badness` over ranks and hosts."""
-        rank, over, host, host_over = self.loads()
-        return float(badness(rank, over, unit, power).sum() + badness(host, host_over, unit, power).sum())
+        spilled = self._by_host(self._spilled(self.ranks))
+        rank, host = self._badness(self.ranks, self.hosts, spilled, unit, power)
+        return float(rank.sum() + host.sum())
 
-    def weight(self, part: Part, unit: float) -> float:
-        """Return the share of a step of ``unit`` seconds, or of a memory, of a shard at its floors."""
-        rank, host, machine = part.rank, part.host, self.topology
-        seconds = max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / machine.ranks_per_host)
-        return max(
-            seconds / unit,
-            (rank[_FIXED] + rank[_BYTES][0]) / machine.hbm_per_rank,
-            (rank[_HELD][0] + host[_INDEX][0]) / max(1, machine.host_memory_per_host),
-            host[_FILES][0] / max(1, machine.ssd_per_host),
-        )
+    def longest_stage(self, part: Part) -> float:
+        """Return the seconds of the longest stage of a shard at its floors."""
+        rank, host = part.rank, part.host
+        return max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / self.topology.ranks_per_host)
 
     def growth(self, part: Part, unit: float, power: float) -> FloatArray:
         """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""
         at, before, after = self.host_of, self._spilled(self.ranks), self.ranks + part.rank
         by_host = self._by_host(before)
-        grows = badness(*self._of_ranks(after), unit, power)
-        grows -= badness(*self._of_ranks(self.ranks), unit, power)
+        rank, host = self._badness(self.ranks, self.hosts, by_host, unit, power)
         # One row per rank: its host, if the shard were on that rank.
         spilled = by_host[at] + self._spilled(after) - before
-        grows += badness(*self._of_hosts(self.hosts[at] + part.host, spilled), unit, power)
-        return grows - badness(*self._of_hosts(self.hosts, by_host), unit, power)[at]
+        then, host_then = self._badness(after, self.hosts[at] + part.host, spilled, unit, power)
+        return then - rank + host_then - host[at]
+
+    def _badness(
+        self, ranks: FloatArray, hosts: FloatArray, spilled: FloatArray, unit: float, power: float
+    ) -> tuple[FloatArray, FloatArray]:
+        rank, host = self._of_ranks(ranks), self._of_hosts(hosts, spilled)
+        return badness(*rank, unit, power), badness(*host, unit, power)
 
     def _by_host(self, values: FloatArray) -> FloatArray:
         """Return sums over the ranks of each host."""
@@ -159,8 +141,7 @@ class Cluster:
         link = _at(ranks[:, _BYTES], ranks[:, _LINK], room)
         fetch = self.problem.fetch_seconds(seconds, link)
         over = np.maximum(0, ranks[:, _BYTES.start] - room) / size
-        crowded = np.maximum(0, ranks[:, _STORED] / MOST_STORED_ROWS - 1).sum(axis=1)
-        return np.column_stack([seconds, link, fetch]), over + crowded
+        return np.column_stack([seconds, link, fetch]), over
 
     def _of_hosts(self, hosts: FloatArray, spilled: FloatArray) -> tuple[FloatArray, FloatArray]:
         memory, ssd = self.topology.host_memory_per_host, self.topology.ssd_per_host

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,7 @@ from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
-from tierstore.rounds import FILE_BYTES, MANY, WINDOW_ROWS, Ahead, FloatArray, record_bytes
+from tierstore.rounds import MANY, WINDOW_ROWS, Ahead, FloatArray
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 2
@@ -51,8 +51,7 @@ class Workload:
       (parameters, gradients, optimizer state, activations). The user measures or states both.
     - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
       ahead (None: as many as training chooses). ``read_ahead``: bytes of a rank for rows read ahead
-      (None: what saves the drives most of an eighth of the tables' bytes, up to 1/64 of the host memory for
-      its ranks together).
+      (None: an eighth of the tables' bytes, up to 1/64 of the host memory for its ranks together).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.rounds`), 1 elsewhere.
     - ``tiers``: says the dtypes of lower tiers; None: each collection's own, or the table's in every tier.
@@ -135,39 +134,20 @@ class Problem:
         """The batches of one rank, if rows are spread evenly over the ranks."""
         tables, work, topology = self.tables, self.work, self.topology
         sizes = np.array([table.row_bytes("ssd") for table in tables])
-        each = np.array(
-            [(t.accesses(work.batch_size), work.batch_size * len(t.feature_names)) for t in tables]
-        )
+        ids = sum(table.accesses(work.batch_size) for table in tables)
+        bags = work.batch_size * sum(len(table.feature_names) for table in tables)
         demands = [[t.demand(n * self.global_batch)[0] for n in (1, MANY)] for t in tables]
         unique, many = np.array(demands).T / topology.world_size
         memory = topology.host_memory_per_host / topology.ranks_per_host
         most = min(self.bytes_per_rank / READ_AHEAD_SHARE, memory / READ_AHEAD_OF_MEMORY, READ_AHEAD_AT_MOST)
-        ahead = Ahead(
-            batch_bytes=float((each @ [BYTES_PER_ID, BYTES_PER_BAG]).sum()),
+        return Ahead(
+            batch_bytes=ids * BYTES_PER_ID + bags * BYTES_PER_BAG,
             unique=unique,
             unique_of_many=many,
             rows=np.array([table.rows for table in tables]) / topology.world_size,
             held_bytes=sizes + HELD_BYTES_PER_ROW,
             read_ahead=most if work.read_ahead is None else work.read_ahead,
         )
-        if work.read_ahead is not None or not topology.one_fetcher:
-            return ahead
-        rows = ahead.rows * [record_bytes(size) for size in sizes.astype(int)]
-        stored = int(rows.sum() / ahead.rows.sum()), FILE_BYTES * float(rows.sum())
-        least = memory + topology.hbm_per_rank - most
-        lacking = self._misses(unique, [table.row_bytes("uvm") for table in tables])
-        return replace(ahead, read_ahead=ahead.best(work.window, lambda more: lacking(least + more), stored))
-
-    def _misses(self, unique: FloatArray, sizes: Sequence[int]) -> Callable[[float], float]:
-        """Return the function from bytes of a rank's memory to the rows that its batch lacks, if every byte
-        goes where it saves most."""
-        curves = [table.demand(self.global_batch)[1] for table in self.tables]
-        each = [slot_bytes(size) / self.topology.world_size for size in sizes]
-        bytes_ = np.concatenate([np.diff(c.rows) * size for c, size in zip(curves, each, strict=True)])
-        saved = np.concatenate([-np.diff(c.misses) * n for c, n in zip(curves, unique, strict=True)])
-        best = np.argsort(-saved / np.maximum(bytes_, 1e-9), kind="stable")
-        memory, hits = np.cumsum(bytes_[best]), np.cumsum(saved[best])
-        return lambda size: float(unique.sum() - np.interp(size, memory, hits))
 
     @cached_property
     def fixed_hbm(self) -> int:

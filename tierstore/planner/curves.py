@@ -41,9 +41,8 @@ class MissCurve:
         x, y = np.asarray(rows, dtype=np.float64), np.asarray(misses, dtype=np.float64)
         pairs = x.ndim == 1 and x.shape == y.shape and len(x)
         require(pairs, "a miss-ratio curve needs as many miss ratios as sizes, and one at least")
-        numbers = np.isfinite(x).all() and np.isfinite(y).all() and (x >= 0).all()
-        require(numbers, "a miss-ratio curve has a size or a ratio that is negative or not a number")
-        require(((y >= 0) & (y <= 1)).all(), "miss ratios must be from 0 to 1")
+        possible = (np.isfinite(x) & (x >= 0) & (y >= 0) & (y <= 1)).all()
+        require(possible, "a miss-ratio curve needs sizes of 0 rows or more, and miss ratios from 0 to 1")
         order = np.argsort(x, kind="stable")
         inside = x[order] < table_rows
         x = np.concatenate([[0.0], x[order][inside], [float(table_rows)]])

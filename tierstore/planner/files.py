@@ -10,7 +10,7 @@ from tierstore.errors import ConfigError
 from tierstore.planner.checks import fields_of, must_be, require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Popularity
-from tierstore.planner.tables import TableSpec, dtype_of, optimizer_name
+from tierstore.planner.tables import TableSpec, dtype_of
 
 _NEEDED = ("name", "num_embeddings", "embedding_dim")
 _FIELDS = ("feature_names", "pooling_factor", "optimizer", "touched_rows", "popularity", "weighted")
@@ -41,16 +41,9 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     require(name and isinstance(name, str), message)
     values = {key: item[key] for key in (*_NEEDED, *_FIELDS) if key in item}
     values["dtype"] = dtype_of(name, item.get("data_type", "FP32"))
-    weighted = values["weighted"] = item.get("weighted", item.get("is_weighted", False))
-    must_be(f"{where}: weighted", weighted, isinstance(weighted, bool), "true or false")
-    features = item.get("feature_names", [])
-    names = isinstance(features, list) and all(isinstance(feature, str) for feature in features)
-    must_be(f"{where}: feature_names", features, names, "a list of names")
-    values["feature_names"] = tuple(features)
+    values["weighted"] = item.get("weighted", item.get("is_weighted", False))
     if "popularity" in values:
         values["popularity"] = _popularity(where, values["popularity"])
-    if "optimizer" in values:
-        values["optimizer"] = optimizer_name(values["optimizer"])
     pooling = str(item.get("pooling", "SUM")).upper().removeprefix("POOLINGTYPE.")
     must_be(f"{where}: pooling", item.get("pooling"), pooling in _POOLINGS, f"one of {list(_POOLINGS)}")
     return TableSpec(pooled=pooling != "NONE", **values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ _SYNONYMS = ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE
 _CUTS = ShardingType.COLUMN_WISE, ShardingType.ROW_WISE, *_SYNONYMS, ShardingType.GRID_SHARD
 """Sharding types that divide rows or columns, where there are several ranks."""
 _INT32_ROWS = 1 << 31
-_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +39,10 @@ class ShardCost:
       is the part of ``index_bytes`` for rows read ahead. ``fixed_hbm`` and ``fixed_host`` are buffers.
       ``max_ssd_bytes``: bytes that a store has a use for, if training uses all rows of the table after all.
 
-    A replica has no slots (``slot_bytes`` is 0): its rows are part of ``fixed_hbm``.
+    Of a replica no unique rows are counted: its rows are all in device memory.
     """
 
     rows: int
-    row_bytes: int
     load: FloatArray
     curve: MissCurve
     hbm_floor: float
@@ -124,8 +122,9 @@ def options_of(problem: Problem, number: int) -> list[ShardingOption]:
         f"{demand.min_partition or MIN_COLUMNS}{whole_rows})",
     )
     options = [option_of(problem, number, shape) for shape in shapes]
-    # A replica that no device can hold is no way out, not even of a model that does not fit.
-    fitting = [one for one in options if one.cost.unique or one.cost.fixed_hbm <= topology.hbm_per_rank]
+    # An option that no device can hold is no way out, not even of a model that does not fit.
+    least = [one.cost.hbm_floor * one.cost.slot_bytes + one.cost.fixed_hbm for one in options]
+    fitting = [one for one, size in zip(options, least, strict=True) if size <= topology.hbm_per_rank]
     return fitting or options
 
 
@@ -133,7 +132,7 @@ def option_of(problem: Problem, number: int, shape: Shape) -> ShardingOption:
     """Return the option of a table that has this shape."""
     table, (kind, rows, columns, _) = problem.tables[number], shape
     if kind is ShardingType.DATA_PARALLEL:
-        return ShardingOption(*shape, _replica_cost(problem, table), np.zeros(4))
+        return ShardingOption(*shape, _replica_cost(problem, number), np.zeros(4))
     load, everywhere = _exchange(problem, table, rows, columns)
     return ShardingOption(*shape, _shard_cost(problem, number, (rows, columns), load), everywhere)
 
@@ -184,7 +183,6 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)
     return ShardCost(
         rows=rows,
-        row_bytes=size,
         load=exchange + _work_seconds(topology, accesses, unique, moved),
         curve=curve,
         hbm_floor=hbm_floor,
@@ -205,26 +203,28 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     )
 
 
-def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
-    """Return the cost of one replica of a data-parallel table.
+def _replica_cost(problem: Problem, number: int) -> ShardCost:
+    """Return the cost of one replica of a data-parallel table, whose rows are all in device memory.
 
     Every rank gets the ids and gradients of all ranks and makes the same update.
     """
-    topology, size = problem.topology, table.row_bytes()
+    topology, table = problem.topology, problem.tables[number]
     accesses, (unique, _) = table.accesses(problem.global_batch), table.demand(problem.global_batch)
     ids, width = _id_bytes(problem, table, accesses), table.embedding_dim * FLOAT
     gradients = _vectors(problem, table) * width
-    moved = (accesses + accesses / topology.world_size) * width + 2 * unique * size
+    moved = (accesses + accesses / topology.world_size) * width + 2 * unique * table.row_bytes()
     load = _work_seconds(topology, accesses, unique, moved) + _received(topology, ids + gradients)
     load[0] += len(table.feature_names) * topology.world_size * topology.exchange("piece")
-    return ShardCost(
-        rows=table.rows,
-        row_bytes=size,
+    return replace(
+        _shard_cost(problem, number, (1, 1), load),
         load=load,
-        curve=MissCurve.through([0], [1], table.rows),
         hbm_floor=table.rows,
         memory_floor=table.rows,
-        fixed_hbm=int(table.rows * slot_bytes(size) + (problem.work.depth + 1) * ids + gradients),
+        fixed_hbm=int((problem.work.depth + 1) * ids + gradients),
+        fixed_host=0,
+        unique=0.0,
+        read_ahead=0,
+        policy_s=0.0,
     )
 
 
@@ -271,5 +271,5 @@ def _vectors(problem: Problem, table: TableSpec) -> float:
 def _id_bytes(problem: Problem, table: TableSpec, accesses: float) -> float:
     """Return the bytes of ``accesses`` ids of a global batch, of the lengths of all its bags, of weights."""
     size = 4 if table.num_embeddings <= _INT32_ROWS else 8
-    weights = _WEIGHT_BYTES if table.weighted else 0
+    weights = FLOAT if table.weighted else 0
     return accesses * (size + weights) + problem.global_batch * len(table.feature_names) * size

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.config import format_bytes, parse_bytes
+from tierstore.config import format_bytes
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.planner.costs import COMPACT_INDEX_BYTES_PER_ROW, INDEX_BYTES_PER_ROW, RANK_STAGES
 from tierstore.planner.options import Placed
@@ -35,6 +35,7 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
     found, topology = solution.prediction, solution.problem.topology
     binding, place = found.slowest()
     ahead = np.bincount(solution.caches.rank, solution.caches.read_ahead_bytes(), topology.world_size)
+    speeds = [topology.intra_host_bw, topology.inter_host_bw]  # of what a rank receives from others
     values = plan.to_dict()
     for entry, item, shards in zip(values["tables"], solution.placed, solution.shards(), strict=True):
         entry |= _reason(solution, item, shards) | {"predicted": _predicted(solution, shards)}
@@ -50,10 +51,10 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
         **values,
         "ranks": [
             {
-                **{"rank": r, "host": topology.host_of(r)},
+                **{"rank": r, "host": r // topology.ranks_per_host},
                 **_fill("hbm", found.hbm[r], topology.hbm_per_rank),
                 "read_ahead_bytes": int(ahead[r]),
-                "exchange_bytes": _exchange_bytes(solution, r),
+                "exchange_bytes": int(found.ranks[r, 2:4] @ speeds),
                 "stage_seconds": dict(zip(RANK_STAGES, found.ranks[r].tolist(), strict=True)),
             }
             for r in range(topology.world_size)
@@ -79,14 +80,6 @@ def _predicted(solution: Solution, shards: slice) -> list[dict[str, float]]:
     missed = [unique * share[shards] for share in solution.missed]
     names = "unique_rows", "hbm_misses", "memory_misses"
     return [dict(zip(names, values, strict=True)) for values in np.column_stack([unique, *missed]).tolist()]
-
-
-def _exchange_bytes(solution: Solution, rank: int) -> int:
-    """Return the bytes that a rank receives from others in a step."""
-    seconds = dict(zip(RANK_STAGES, solution.prediction.ranks[rank].tolist(), strict=True))
-    topology = solution.problem.topology
-    speeds = {"intra_host": topology.intra_host_bw, "inter_host": topology.inter_host_bw}
-    return int(sum(seconds[stage] * speed for stage, speed in speeds.items()))
 
 
 def _fill(name: str, used: float, size: int) -> dict[str, float]:
@@ -124,19 +117,15 @@ def shortage(solution: Solution, lack: Mapping[str, int]) -> dict[str, Any]:
 
 
 def at_least(size: int) -> str:
-    """Return ``size`` bytes for people, rounded up: with so many it fits."""
-    text, more = format_bytes(size), float(size)
-    while parse_bytes(text) < size:
-        more *= 1.0002
-        text = format_bytes(math.ceil(more))
-    return text
+    """Return ``size`` bytes for people, who get four digits, rounded up: with so many it fits."""
+    return format_bytes(math.ceil(size * 1.0006))
 
 
 def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
     """Return a table's tiers, and what more or less of a tier would mean for it."""
     cost, caches, step = item.option.cost, solution.caches, solution.prediction.step
     if item.option.kind is ShardingType.DATA_PARALLEL:
-        replica = format_bytes(cost.fixed_hbm)
+        replica = format_bytes(int(caches.hbm_bytes()[shards][0]))
         return {"tiers": ["hbm"], "why": f"a replica of {replica} per rank needs no exchange of ids and rows"}
     hbm, memory = caches.hbm_rows[shards], caches.memory_rows[shards]
     on_link, on_ssd = (share[shards] for share in solution.missed)

@@ -13,13 +13,10 @@ from tierstore.planner.options import Placed, Ranks, options_of
 
 _LIGHT = 0.2  # of the ideal step: other options of a table with less load are not tried in large searches
 _SMALL = 2_000  # options x ranks up to which every option is tried for every table
-_RESTARTS = 4  # of small searches, in random order
 _POWERS = (6.0, 16.0, 40.0)  # of the smooth maximum, ever closer to the maximum itself
 
 Choices = dict[int, tuple[Part, Ranks]]
 """By table: its option, and the ranks of its shards."""
-Found = tuple[tuple[float, float], Choices]
-"""(Overflow, step) of a plan, and its choices."""
 
 
 class Search:
@@ -30,62 +27,47 @@ class Search:
         world = np.arange(self.topology.world_size)
         self.allowed = [world if (g := d.device_group) is None else np.unique(g) for d in problem.demands]
         options = [options_of(problem, t) for t in range(len(problem.tables))]
-        self.grid = PriceGrid(options)
+        self.grid = PriceGrid(few[0].cost for few in options)
         self.until = time.perf_counter() + seconds
-        self.cluster, self.choices = self._empty(), Choices()
+        self.cluster, self.choices = Cluster(problem), Choices()
         first = [self.grid.part(few[0]) for few in options]
-        self.unit = self._ideal(first)
-        self.small = sum(map(len, options)) * len(world) <= _SMALL
-        weights = [self.cluster.weight(part, self.unit) for part in first]
+        weights = [self.cluster.longest_stage(part) for part in first]
+        # The unit of the smooth maximum is about a step of tables that are spread evenly.
+        self.unit = problem.compute_seconds + sum(weights) / len(world)
+        small = sum(map(len, options)) * len(world) <= _SMALL
         self.order = sorted(range(len(options)), key=lambda t: -weights[t])
         self.parts = [
-            [part, *map(self.grid.part, few[1:] if self.small or weight >= _LIGHT else ())]
+            [part, *map(self.grid.part, few[1:] if small or weight >= _LIGHT * self.unit else ())]
             for part, weight, few in zip(first, weights, options, strict=True)
         ]
 
     def run(self) -> list[Placed]:
-        """Return the best choices found, in the order of the tables."""
-        best, random = self._descend(self.order), np.random.default_rng(0)
-        for _ in range(_RESTARTS if self.small else 0):
-            if time.perf_counter() > self.until:
-                break
-            best = min(best, self._descend(random.permutation(self.order).tolist()), key=lambda one: one[0])
-        return [Placed(t, part.option, ranks.tolist()) for t, (part, ranks) in sorted(best[1].items())]
+        """Return the better choices of two orders, the heaviest tables first and a random one."""
+        found = [self._descend(self.order)]
+        if time.perf_counter() < self.until:
+            found.append(self._descend(np.random.default_rng(0).permutation(self.order).tolist()))
+        _, choices = min(found, key=lambda one: one[0])
+        return [Placed(t, part.option, ranks.tolist()) for t, (part, ranks) in sorted(choices.items())]
 
-    def _empty(self) -> Cluster:
-        return Cluster(self.problem, len(self.grid.sizes))
-
-    def _descend(self, order: Sequence[int]) -> Found:
-        """Return the best plan on the way from an empty one."""
-        self.cluster, self.choices = self._empty(), {}
+    def _descend(self, order: Sequence[int]) -> tuple[tuple[float, float], Choices]:
+        """Return the (overflow, step) and the choices that begin with an empty cluster."""
+        self.cluster, self.choices = Cluster(self.problem), {}
         for t in order:
             self._insert(t, _POWERS[0])
-        best = self.cluster.quality(), dict(self.choices)
         for power in _POWERS:
-            for _ in range(3 if self.small else 1):
-                self.unit = self.cluster.quality()[1]
-                if not self._reinsert_all(order, power):
+            self.unit = self.cluster.quality()[1]
+            for t in order:  # out, and to where the table is best now
+                if time.perf_counter() > self.until:
                     break
-            best = min(best, (self.cluster.quality(), dict(self.choices)), key=lambda one: one[0])
-        return best
-
-    def _reinsert_all(self, order: Sequence[int], power: float) -> bool:
-        """Take each table out and put it where it is best now; return True if that changed anything."""
-        before = self.cluster.total(self.unit, power)
-        for t in order:
-            if time.perf_counter() > self.until:
-                return False
-            self.cluster.place(*self.choices.pop(t), -1.0)
-            self._insert(t, power)
-        return self.cluster.total(self.unit, power) < before * (1 - 1e-6)
+                self.cluster.place(*self.choices.pop(t), -1.0)
+                self._insert(t, power)
+        return self.cluster.quality(), self.choices
 
     def _insert(self, t: int, power: float) -> None:
         """Put a table where it does the least harm."""
         best = np.inf
         for part in self.parts[t]:
             ranks = self._best_ranks(part, self.allowed[t], power)
-            if ranks is None:
-                continue
             self.cluster.place(part, ranks)
             total = self.cluster.total(self.unit, power)
             self.cluster.place(part, ranks, -1.0)
@@ -93,8 +75,8 @@ class Search:
                 best, self.choices[t] = total, (part, ranks)
         self.cluster.place(*self.choices[t])
 
-    def _best_ranks(self, part: Part, allowed: Ranks, power: float) -> Ranks | None:
-        """Return the ranks for the shards of one option that look best; None if none are allowed."""
+    def _best_ranks(self, part: Part, allowed: Ranks, power: float) -> Ranks:
+        """Return the ranks for the shards of one option that look best."""
         option = part.option
         if option.spread == "all":
             return allowed
@@ -106,14 +88,5 @@ class Search:
         by_host = np.sort(grows.reshape(-1, per_host), axis=1)
         cost = by_host[:, : option.shards if one_host else per_host].sum(axis=1)
         hosts = np.argsort(cost, kind="stable")[: 1 if one_host else option.column_cuts]
-        if not np.isfinite(cost[hosts]).all():
-            return None
         ranks = (hosts[:, None] * per_host + np.arange(per_host)).ravel()
         return np.sort(ranks[np.argsort(grows[ranks], kind="stable")[: option.shards]]) if one_host else ranks
-
-    def _ideal(self, first: Sequence[Part]) -> float:
-        """Return the step if every table were spread evenly: the unit of the smooth maximum."""
-        pooled, everyone = self._empty(), np.arange(self.topology.world_size)
-        for part in first:
-            pooled.place(part, everyone, part.option.shards / len(everyone))
-        return pooled.quality()[1]

@@ -75,9 +75,7 @@ def solve(problem: Problem, seconds: float) -> Solution:
     """Return the best solution that a search of so many seconds finds."""
     start, topology = time.perf_counter(), problem.topology
     solution = divided(problem, Search(problem, seconds).run())
-    lacking = {name for name, _ in solution.caches.missing}
-    memory = topology.hbm_per_rank + topology.host_memory_per_host / topology.ranks_per_host
-    if lacking and "hbm" not in lacking and topology.ssd_per_host and problem.bytes_per_rank <= memory:
+    if solution.caches.missing and topology.ssd_per_host:
         # A store takes memory of its own, so what does not fit with one may do so without.
         memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
         without = divided(memory_only, Search(memory_only, seconds / 6).run())
@@ -86,16 +84,13 @@ def solve(problem: Problem, seconds: float) -> Solution:
 
 
 def divided(problem: Problem, placed: Sequence[Placed]) -> Solution:
-    """Return the better way to divide device memory: by link time, or by SSD time if that sets the step."""
-    found = _divided(problem, placed, for_ssd=False)
-    if found.prediction.slowest()[0] != "ssd":
-        return found
-    both = found, _divided(problem, placed, for_ssd=True)
+    """Return the better way to divide device memory: by seconds of the link, or by those of the drives."""
+    both = (_divided(problem, placed, per_miss) for per_miss in ("link_s", "ssd_s"))
     return min(both, key=lambda one: (sum(one.caches.missing.values()), one.prediction.step))
 
 
-def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solution:
-    caches = allocate(problem, placed, for_ssd)
+def _divided(problem: Problem, placed: Sequence[Placed], per_miss: str) -> Solution:
+    caches = allocate(problem, placed, per_miss)
     missed = shared_misses(caches, _groups(problem, placed, caches))
     return Solution(problem, placed, caches, missed, predict(problem, placed, caches, missed))
 
@@ -157,17 +152,15 @@ def _saved_seconds(problem: Problem, caches: Allocation, misses: FloatArray) -> 
     topology, saved = problem.topology, np.zeros(problem.topology.hosts)
     if not topology.one_fetcher or problem.work.rows_per_read is not None:
         return saved
-    sizes, ahead = caches.field("stored_bytes").astype(int), caches.read_ahead_bytes()
-    table_bytes, slots = caches.field("row_bytes") * caches.rows, caches.slot > 0
-    for r, size in sorted({*zip(caches.rank[slots].tolist(), sizes[slots].tolist(), strict=True)}):
-        here = slots & (caches.rank == r)
+    stored, sizes = caches.stored, caches.field("stored_bytes").astype(int)
+    shares, ahead = caches.field("read_ahead"), caches.read_ahead_bytes()
+    for r, size in sorted({*zip(caches.rank[stored].tolist(), sizes[stored].tolist(), strict=True)}):
+        here = caches.rank == r
         tier = here & (sizes == size)
         lacking, record = float(misses[tier].sum()), record_bytes(size)
-        if lacking:
-            part = float(table_bytes[tier].sum() / table_bytes[here].sum())  # as the runtime divides it
-            room = part * problem.held_share * float(ahead[here].sum()) / (size + HELD_BYTES_PER_ROW)
-            rows = float(caches.rows[tier & caches.stored].sum())
-            merged = topology.ahead_seconds(lacking, record, rows, problem.window, room)
-            alone = lacking * topology.read_seconds(read_bytes(record))
-            saved[topology.host_of(r)] += max(0.0, alone - merged)
+        part = float(shares[tier].sum() / max(shares[here].sum(), 1.0))  # as the runtime divides it
+        room = part * problem.held_share * float(ahead[here].sum()) / (size + HELD_BYTES_PER_ROW)
+        rows = float(caches.rows[tier & stored].sum())
+        merged = topology.ahead_seconds(lacking, record, rows, problem.window, room)
+        saved[r // topology.ranks_per_host] += lacking * topology.read_seconds(read_bytes(record)) - merged
     return saved

@@ -78,16 +78,18 @@ class TableSpec:
         message = f"embedding_dim is {columns}; plans are made for rows of {MOST_COLUMNS} columns at most"
         require(columns <= MOST_COLUMNS, f"{where}: {message}")
         must_be(f"{where}: dtype", self.dtype, self.dtype in TABLE_DTYPES, f"one of {TABLE_DTYPES}")
-        once = len(set(features)) == len(features)
-        require(once, f"{where}: feature_names has a name twice: {features}")
+        names = isinstance(features, list | tuple) and all(isinstance(name, str) for name in features)
+        must_be(f"{where}: feature_names", features, names, "a list of names")
+        require(len(set(features)) == len(features), f"{where}: feature_names has a name twice: {features}")
+        must_be(f"{where}: weighted", self.weighted, isinstance(self.weighted, bool), "true or false")
         positive = is_number(factor) and 0 < factor <= MOST_IDS
         must_be(f"{where}: pooling_factor", factor, positive, f"positive and {MOST_IDS} at most")
+        object.__setattr__(self, "optimizer", optimizer_name(self.optimizer))
         message = f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
         require(self.optimizer in STATE_FLOATS, f"{where}: {message}")
         known = touched is None or is_integer(touched, 1, rows)
         must_be(f"{where}: touched_rows", touched, known, "from 1 to num_embeddings")
-        if not features:
-            object.__setattr__(self, "feature_names", (self.name,))
+        object.__setattr__(self, "feature_names", tuple(features) or (self.name,))
 
     def row_bytes(self, tier: str = "hbm", columns: int | None = None) -> int:
         """Return the bytes of a row, or of ``columns`` of it, and its optimizer state in a tier."""
@@ -190,19 +192,16 @@ def prepared(
         group = demand.device_group or [0]
         message = f"device_group {list(group)} must be ranks below {world_size}"
         require(max(group) < world_size, f"constraints of {name!r}: {message}")
-    return [_prepared(spec, constraints.get(spec.name), stats.get(spec.name)) for spec in tables]
+    return [_prepared(t, constraints.get(t.name, ParameterConstraints()), stats.get(t.name)) for t in tables]
 
 
-def _prepared(
-    spec: TableSpec, demand: ParameterConstraints | None, stats: Mapping[str, Any] | None
-) -> TableSpec:
-    if demand is not None:
-        factor, optimizer = demand.pooling_factor, demand.optimizer
-        spec = replace(
-            spec,
-            pooling_factor=spec.pooling_factor if factor is None else factor,
-            weighted=spec.weighted or demand.is_weighted,
-            optimizer=spec.optimizer if optimizer is None else optimizer_name(optimizer),
-            touched_rows=demand.touched_rows or spec.touched_rows,
-        )
+def _prepared(spec: TableSpec, demand: ParameterConstraints, stats: Mapping[str, Any] | None) -> TableSpec:
+    factor = demand.pooling_factor
+    spec = replace(
+        spec,
+        pooling_factor=spec.pooling_factor if factor is None else factor,
+        weighted=spec.weighted or demand.is_weighted,
+        optimizer=demand.optimizer or spec.optimizer,
+        touched_rows=demand.touched_rows or spec.touched_rows,
+    )
     return spec if stats is None else with_stats(spec, stats)

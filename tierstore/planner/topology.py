@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.config import is_integer, is_number, parse_bytes
-from tierstore.errors import ConfigError
 from tierstore.planner.checks import fields_of, must_be, require
-from tierstore.rounds import FILE_BYTES, MERGED_READ_BYTES, merged_reads, read_bytes, round_batches
+from tierstore.rounds import BLOCK, FILE_BYTES, MERGED_READ_BYTES, Cost, batch_cost
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
 _MOST_RANKS = 1 << 16
@@ -37,8 +36,6 @@ EXCHANGE_COSTS = {
 }
 """Keys of ``Topology.exchange_seconds``, and what each is of; a rank alone exchanges nothing."""
 
-_SECONDS = {"row_seconds": ROW_COSTS, "exchange_seconds": EXCHANGE_COSTS}
-
 # Round figures of data sheets for one current accelerator, its host and its drives; of a server without one
 # for "cpu". They are stated, not measured: `tierstore bench device` replaces them.
 _RATES = {
@@ -55,12 +52,9 @@ ASSUMED_RATES: dict[str, dict[str, float]] = {
     device: {name: rates[i] for name, rates in _RATES.items()} for i, device in enumerate(("cuda", "cpu"))
 }
 # Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing was measured: zero.
-ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
-    "cuda": {},
-    "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
-}
+ASSUMED_EXCHANGE_SECONDS = {"cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5}, "cuda": {}}
 
-ASSUMED = math.nan
+ASSUMED: Any = None
 """Default of a rate: take the assumed one."""
 
 
@@ -73,9 +67,8 @@ class Topology:
 
     - ``hbm_bw``: bytes, device memory of a rank.
     - ``host_link_bw``: bytes between device and host memory of a rank, both directions together.
-    - ``ssd_bw``, ``ssd_write_bw``: bytes of large reads and writes of a host's drives together.
-    - ``ssd_read_iops``: random reads of at most 4 KiB of a host; ``ssd_read_curve``: measured pairs (bytes of
-      a read, reads per second), which take precedence.
+    - ``ssd_bw``, ``ssd_write_bw``: bytes of reads of 64 KiB and of large writes of a host's drives together.
+    - ``ssd_read_iops``: random reads of 4 KiB of a host. What a read takes grows with its bytes, evenly.
     - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
@@ -103,7 +96,6 @@ class Topology:
     intra_host_bw: float = ASSUMED
     inter_host_bw: float = ASSUMED
     index_rows_per_s: float = ASSUMED
-    ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
     exchange_seconds: Mapping[str, float] = field(default_factory=dict)
     overlap_loss: float = 0.0
@@ -128,8 +120,7 @@ class Topology:
             if ranks > 1:
                 assumed.append("exchange_seconds")
         object.__setattr__(self, "assumed", tuple(assumed))
-        object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
-        for name, known in _SECONDS.items():
+        for name, known in (("row_seconds", ROW_COSTS), ("exchange_seconds", EXCHANGE_COSTS)):
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         _must_be_positive("processors_per_rank", self.processors_per_rank)
         for name in ("overlap_loss", "ssd_overlap_loss"):
@@ -140,7 +131,7 @@ class Topology:
     def _fill_rate(self, name: str) -> bool:
         """Make a rate a number, and return whether it is the assumed one."""
         value = getattr(self, name)
-        assumed = value is None or value != value
+        assumed = value is ASSUMED
         if assumed:
             value = ASSUMED_RATES[self.device][name]
         elif isinstance(value, str):
@@ -179,36 +170,22 @@ class Topology:
         own = _overlapped(stages, self.overlap_loss)
         return float(_overlapped(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
 
-    def host_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
-        return rank // self.ranks_per_host
+    @property
+    def read_cost(self) -> Cost:
+        """Return the seconds of a host's drives for one of many random reads, and for each of its bytes."""
+        small, large = 1 / self.ssd_read_iops, MERGED_READ_BYTES / self.ssd_bw
+        byte = max((large - small) / (MERGED_READ_BYTES - BLOCK), 1e-15)
+        return max(small - byte * BLOCK, 1e-15), byte
 
     def read_seconds(self, size: int) -> float:
         """Return the seconds of a host's drives for one of many random reads of ``size`` bytes."""
-        curve = self.ssd_read_curve or ((4096, self.ssd_read_iops),)
-        sizes, rates = zip(*curve, strict=True)
-        if size > sizes[-1]:
-            return max(1 / rates[-1], size / self.ssd_bw)
-        return float(np.interp(size, sizes, [1 / rate for rate in rates]))
+        request, byte = self.read_cost
+        return request + byte * size
 
     def ahead_seconds(self, lacking: float, record: int, rows: float, window: int, room: float) -> float:
         """Return the seconds of the drives for the reads of a batch that lacks ``lacking`` of ``rows`` stored
         records of ``record`` bytes. ``window``: batches known ahead; ``room``: rows that may be held."""
-        batches = round_batches(window, room, lacking)
-        return self.round_seconds(lacking * batches, record, FILE_BYTES * record * rows) / batches
-
-    def round_seconds(self, rows: float, record: int, stored: float) -> float:
-        """Return the seconds of the drives for one round of reading ahead.
-
-        The batch reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
-        """
-        block = read_bytes(record)
-        small, large = self.read_seconds(block), self.read_seconds(MERGED_READ_BYTES)
-        per_byte = max((large - small) / (MERGED_READ_BYTES - block), 1e-15)
-        each = max(small - per_byte * block, 1e-15)
-        gap = min(each / per_byte, MERGED_READ_BYTES - block)
-        requests, size = merged_reads(gap, rows, record, stored)
-        return requests * each + per_byte * size
+        return batch_cost(lacking, window, room, record, FILE_BYTES * record * rows, self.read_cost)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:
@@ -216,9 +193,6 @@ class Topology:
         notes = ("measured", "measured_through_page_cache")
         known = (*(item.name for item in fields(cls) if item.init), *notes)
         given = fields_of(values, "topology", known, ("hbm_per_rank", "host_memory_per_host"))
-        # NaN is a mistake, though it is ASSUMED's value.
-        wrong = [key for key, value in given.items() if value != value]
-        require(not wrong, f"topology: {', '.join(wrong)} is not a number; leave out what is not known")
         return cls(**{key: value for key, value in given.items() if key not in notes})
 
 
@@ -242,15 +216,3 @@ def _checked_seconds(of: str, values: Any, known: Iterable[str]) -> dict[str, fl
     for name, value in values.items():
         must_be(f"topology: {of}[{name!r}]", value, is_number(value) and 0 <= value < math.inf, "seconds")
     return {name: float(values.get(name, 0.0)) for name in known}
-
-
-def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    try:
-        points = sorted((int(size), float(rate)) for size, rate in curve)
-    except (TypeError, ValueError) as error:
-        message = f"topology: ssd_read_curve must be pairs (bytes, reads per second): {error}"
-        raise ConfigError(message) from None
-    positive = all(size >= 1 and 0 < rate < math.inf for size, rate in points)
-    require(positive, "topology: ssd_read_curve must have positive sizes and rates")
-    require(len(dict(points)) == len(points), "topology: ssd_read_curve names a size twice")
-    return tuple(points)

@@ -25,7 +25,7 @@ _TWICE = {
     "bandwidth within a host": ("intra_host_bw",),
     "bandwidth between hosts": ("inter_host_bw",),
     "bandwidth between host and device": ("host_link_bw",),
-    "SSD reads and writes per second": ("ssd_read_iops", "ssd_bw", "ssd_write_bw", "ssd_read_curve"),
+    "SSD reads and writes per second": ("ssd_read_iops", "ssd_bw", "ssd_write_bw"),
 }
 
 
@@ -93,9 +93,5 @@ def improvements(topology: Topology) -> dict[str, Topology]:
         more = max(_GIB, size // share // _GIB * _GIB)
         changes[f"+{format_bytes(more)} {words}"] = {name: size + more}
     for words, names in _TWICE.items():
-        rates = {name: getattr(topology, name) for name in names}
-        changes[f"twice the {words}"] = {
-            name: 2 * rate if isinstance(rate, float) else [(size, 2 * each) for size, each in rate]
-            for name, rate in rates.items()
-        }
+        changes[f"twice the {words}"] = {name: 2 * getattr(topology, name) for name in names}
     return {text: replace(topology, **change) for text, change in changes.items()}
