@@ -11,9 +11,9 @@ namespace tierstore {
 namespace {
 // So many accesses to memory are begun before the first of them is waited for.
 constexpr std::int64_t kBlock = 32;
-// A table is kept directly from the time on when its array takes so many times the bytes of its rows' entries:
-// it then takes a quarter of a row's other bytes, and the array of a table that fills up takes less than the
-// entries would.
+// A table is kept directly from the time on when its array takes so many times the bytes of its rows'
+// entries: it then takes a quarter of a row's other bytes, and the array of a table that fills up takes less
+// than the entries would.
 constexpr double kBytesPerEntryByte = 3;
 // The entries of a table with fewer of them than one in so many are moved one by one.
 constexpr std::int64_t kFew = 16;
