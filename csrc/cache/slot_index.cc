@@ -11,10 +11,6 @@ namespace tierstore {
 namespace {
 // So many accesses to memory are begun before the first of them is waited for.
 constexpr std::int64_t kBlock = 32;
-// A table is kept directly from the time on when its array takes so many times the bytes of its rows'
-// entries: it then takes a quarter of a row's other bytes, and the array of a table that fills up takes less
-// than the entries would.
-constexpr double kBytesPerEntryByte = 3;
 // The entries of a table with fewer of them than one in so many are moved one by one.
 constexpr std::int64_t kFew = 16;
 
@@ -145,11 +141,11 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-// Whether the table's rows are enough for a longer array.
+// Whether a longer array is no larger than the entries of the table's rows would be.
 bool SlotIndex::IsDense(const Table& table) {
   const double entries = static_cast<double>(table.in_entries + table.direct) * kBytesPerSlot;
   return table.ids > table.slots.size() &&
-         entries * kBytesPerEntryByte >= static_cast<double>(std::bit_ceil(table.ids) * sizeof(std::int32_t));
+         entries >= static_cast<double>(std::bit_ceil(table.ids) * sizeof(std::int32_t));
 }
 
 // Moves the table's entries into an array, twice as long as the last one at least.

@@ -1,8 +1,9 @@
 // Finds the slot of a key: open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit slot).
 // The keys themselves stay in the tier's own array, which is consulted only when a tag matches.
 //
-// A table whose rows never leave may be kept directly instead: an array of slots by id, as soon as enough of
-// its ids are here. A lookup then reads 4 bytes where the entries and keys are 24 bytes at two places.
+// A table whose rows never leave may be kept directly instead: an array of slots by id, as soon as so many of
+// its ids are here that the array is no larger than their entries. A lookup then reads 4 bytes where the
+// entries and keys are 24 bytes at two places.
 #pragma once
 
 #include <cstdint>

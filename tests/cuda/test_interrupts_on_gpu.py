@@ -73,16 +73,20 @@ CHECKS = {"": False, "with checks": True}
 
 def interrupted(module: EmbeddingBagCollection, interrupter: Interrupter, collect: Callable) -> bool:
     """Make step BEFORE, in whose update the interrupter comes; return whether it did."""
-    plain = row_updates.update_rows
 
-    def watched(*args: object) -> None:
-        with interrupter.on():
-            plain(*args)  # type: ignore[arg-type]
+    def watched(plain: Callable) -> Callable:
+        def call(*args: object) -> object:
+            with interrupter.on():
+                return plain(*args)
+
+        return call
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for where in ("tierstore.modules.lookup", "tierstore.modules.accumulation"):
-                patch.setattr(f"{where}.update_rows", watched)
+            patch.setattr("tierstore.modules.lookup.update_rows", watched(row_updates.update_rows))
+            for name in ("prepared_update", "make_updates"):
+                plain = getattr(row_updates, name)
+                patch.setattr(f"tierstore.modules.accumulation.{name}", watched(plain))
             step(module, BEFORE, collect)
     except Interrupted:
         return True

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ Wrong: TypeAlias = "list[tuple[Part, slice | NDArray[np.intp], Rest]]"
 """Rows that were left alone, among the unique rows of a share of a part."""
 
 _NOW = partial(time.perf_counter)
+Entry = TypeVar("Entry")
 
 
 class Gradients(ABC):
@@ -238,9 +239,9 @@ def _by_device(changes: Sequence[_Change]) -> list[tuple[Device, list[_Change]]]
     return found
 
 
-def _divided(pairs: Iterable[tuple[Sequence[_Change], Sequence[Any]]]) -> dict[_Change, list[Any]]:
+def _divided(pairs: Iterable[tuple[Sequence[_Change], Sequence[Entry]]]) -> dict[_Change, list[Entry]]:
     """Divide a list of one entry for each call of some changes among these changes."""
-    found: dict[_Change, list[Any]] = {}
+    found: dict[_Change, list[Entry]] = {}
     for changes, entries in pairs:
         rest = iter(entries)
         found |= {change: list(islice(rest, len(change.calls))) for change in changes}

@@ -135,7 +135,8 @@ class Problem:
         tables, work, topology = self.tables, self.work, self.topology
         sizes = np.array([table.row_bytes("ssd") for table in tables])
         ids = sum(table.accesses(work.batch_size) for table in tables)
-        bags = work.batch_size * sum(len(table.feature_names) for table in tables)
+        # Bags of one id each share their offsets, half of a bag's bytes.
+        bags = work.batch_size * sum(len(t.feature_names) / (1 + (t.pooling_factor == 1)) for t in tables)
         demands = [[t.demand(n * self.global_batch)[0] for n in (1, MANY)] for t in tables]
         unique, many = np.array(demands).T / topology.world_size
         memory = topology.host_memory_per_host / topology.ranks_per_host
