@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs, UpdateRounding
-from tierstore.cache.device import Device, DeviceRows
+from tierstore.cache.device import Device, DeviceRows, Together
 from tierstore.cache.pinned_rows import TierRows
 from tierstore.errors import GradientError, TierStoreError
 from tierstore.keys import split
@@ -176,6 +175,10 @@ class _Change:
         return [(self.part, at, rows) for at, rows in zip(self.places, left, strict=True)]
 
 
+Ready: TypeAlias = "list[tuple[list[_Change], Together]]"
+"""The changes of each device, and what makes them."""
+
+
 @dataclass(frozen=True)
 class PreparedUpdate:
     """One optimizer step of a module's rows, of which the native calls are left to make."""
@@ -206,26 +209,37 @@ def make_updates(updates: Sequence[PreparedUpdate]) -> None:
 
 def _make(changes: Sequence[_Change], updates: Sequence[PreparedUpdate]) -> list[Wrong]:
     """Make all calls, release the rows, and return what each change has left alone."""
-    with ExitStack() as operations:
-        ready = [
-            (own, operations.enter_context(device.together([call for one in own for call in one.calls])))
-            for device, own in _by_device(changes)
-        ]
-        native = _divided((own, together.calls) for own, together in ready)
-        calls: list[Any] = []
-        for change in changes:
-            calls += [_NOW, *native[change], _NOW]
-        for update in updates:
-            for change in update.changes:  # a flush since the rows' first mark has seen them as they were
-                calls += change.part.group.marking(change.pinned)
-            calls += update.counting
-        made = iter(list(map(partial.__call__, calls)))
-    timed = {change: list(islice(made, len(change.calls) + 2)) for change in changes}
+    ready, made = _made(_by_device(changes), [], changes, updates)
+    timed: dict[_Change, list[Any]] = {
+        change: list(islice(made, len(change.calls) + 2)) for change in changes
+    }
     left = _divided(
-        (own, together.left([result for one in own for result in timed[one][1:-1]]))
-        for own, together in ready
+        (own, one.left([result for change in own for result in timed[change][1:-1]])) for own, one in ready
     )
     return [change.finish(left[change], timed[change][-1] - timed[change][0]) for change in changes]
+
+
+def _made(
+    devices: Sequence[tuple[Device, list[_Change]]],
+    ready: Ready,
+    changes: Sequence[_Change],
+    updates: Sequence[PreparedUpdate],
+) -> tuple[Ready, Iterator[object]]:
+    """Make the updates of all ``devices`` ready, one inside of the other, then make all calls; return what is
+    ready, and what the calls return. (A signal within ``ExitStack.__exit__`` would leave devices locked.)"""
+    if devices:
+        (device, own), *rest = devices
+        with device.together([call for one in own for call in one.calls]) as together:
+            return _made(rest, [*ready, (own, together)], changes, updates)
+    native = _divided((own, one.calls) for own, one in ready)
+    calls: list[Any] = []
+    for change in changes:
+        calls += [_NOW, *native[change], _NOW]
+    for update in updates:
+        for change in update.changes:  # a flush since the rows' first mark has seen them as they were
+            calls += change.part.group.marking(change.pinned)
+        calls += update.counting
+    return ready, iter(list(map(partial.__call__, calls)))
 
 
 def _by_device(changes: Sequence[_Change]) -> list[tuple[Device, list[_Change]]]:
