@@ -112,7 +112,6 @@ def lines_of_an_update(config: str, collect: Callable, checks: bool, first: int,
     return interrupter.lines
 
 
-@pytest.mark.xfail(run=False, reason="after an exception at some lines the GPU's lock stays held: it hangs")
 @pytest.mark.parametrize("checks", CHECKS.values(), ids=CHECKS)
 @pytest.mark.parametrize("collect", [nullcontext, accumulate], ids=["", "accumulated"])
 @pytest.mark.parametrize("config", CONFIGS)

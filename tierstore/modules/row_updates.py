@@ -226,7 +226,7 @@ def _made(
     updates: Sequence[PreparedUpdate],
 ) -> tuple[Ready, Iterator[object]]:
     """Make the updates of all ``devices`` ready, one inside of the other, then make all calls; return what is
-    ready, and what the calls return. (A signal within ``ExitStack.__exit__`` would leave devices locked.)"""
+    ready, and what the calls return."""
     if devices:
         (device, own), *rest = devices
         with device.together([call for one in own for call in one.calls]) as together:
