@@ -6,20 +6,17 @@ updates in threads of its own, which no signal interrupts; those of ``accumulate
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.test_modules_on_gpu import ADAM, ROWS, keyed
-from tests.pipeline.interrupts import Interrupted, Interrupter
+from tests.pipeline.interrupts import Interrupted, Interrupter, Steps
 from tierstore import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -41,31 +38,8 @@ def build(config: TierConfig) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=tables, config=config, optimizer=ADAM, seed=5)
 
 
-def everything(module: EmbeddingBagCollection) -> list[Tensor]:
-    ids, found = torch.arange(ROWS), []
-    for name in module.table_names():
-        found += [module.rows(ids, name), *module.optimizer_rows(ids, name).values()]
-    return found
-
-
-def step(module: EmbeddingBagCollection, number: int, collect: Callable = nullcontext) -> None:
-    with collect(module):
-        module(keyed(number)).values().sin().sum().backward()
-
-
-@functools.cache
-def states() -> list[list[Tensor]]:
-    """All rows after so many steps on the CPU."""
-    with build(CONFIGS["memory"]) as module:
-        found = [everything(module)]
-        for number in range(BEFORE + 2):
-            step(module, number)
-            found.append(everything(module))
-    return found
-
-
-def is_state(module: EmbeddingBagCollection, number: int) -> bool:
-    return all(map(torch.equal, everything(module), states()[number]))
+STEPS = Steps(lambda: build(CONFIGS["memory"]), keyed, ROWS, BEFORE + 2)
+step, is_state = STEPS.step, STEPS.is_state
 
 
 CHECKS = {"": False, "with checks": True}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore import EmbeddingBagCollection, KeyedJaggedTensor
 
 WATCHED = ("/tierstore/", "/threading.py", "/contextlib.py", "/weakref.py")
 
@@ -67,3 +73,39 @@ class Interrupter:
 
 def _text(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+class Steps:
+    """Steps of a module, and all of its rows as they are after so many undisturbed ones."""
+
+    def __init__(
+        self,
+        build: Callable[[], EmbeddingBagCollection],
+        batch: Callable[[int], KeyedJaggedTensor],
+        rows: int,
+        steps: int,
+    ) -> None:
+        self._build, self._batch, self._ids, self._steps = build, batch, torch.arange(rows), steps
+
+    def step(self, module: EmbeddingBagCollection, number: int, collect: Callable = nullcontext) -> None:
+        with collect(module):
+            module(self._batch(number)).values().sin().sum().backward()
+
+    def is_state(self, module: EmbeddingBagCollection, number: int) -> bool:
+        """Whether the rows of ``module`` are those after ``number`` steps."""
+        return all(map(torch.equal, self._everything(module), self._states[number]))
+
+    @functools.cached_property
+    def _states(self) -> list[list[Tensor]]:
+        with self._build() as module:
+            found = [self._everything(module)]
+            for number in range(self._steps):
+                self.step(module, number)
+                found.append(self._everything(module))
+        return found
+
+    def _everything(self, module: EmbeddingBagCollection) -> list[Tensor]:
+        found = []
+        for name in module.table_names():
+            found += [module.rows(self._ids, name), *module.optimizer_rows(self._ids, name).values()]
+        return found

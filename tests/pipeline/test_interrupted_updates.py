@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.pipeline.interrupts import Interrupted, Interrupter
+from tests.pipeline.interrupts import Interrupted, Interrupter, Steps
 from tierstore import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -40,31 +39,8 @@ def batch(number: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=["of a", "of b"], values=ids, lengths=lengths)
 
 
-def everything(module: EmbeddingBagCollection) -> list[torch.Tensor]:
-    ids, found = torch.arange(ROWS), []
-    for name in module.table_names():
-        found += [module.rows(ids, name), *module.optimizer_rows(ids, name).values()]
-    return found
-
-
-def step(module: EmbeddingBagCollection, number: int, collect: Callable = nullcontext) -> None:
-    with collect(module):
-        module(batch(number)).values().sin().sum().backward()
-
-
-@functools.cache
-def states() -> list[list[torch.Tensor]]:
-    """All rows after so many steps."""
-    with build(CONFIGS["memory"]) as module:
-        found = [everything(module)]
-        for number in range(BEFORE + 2):
-            step(module, number)
-            found.append(everything(module))
-    return found
-
-
-def is_state(module: EmbeddingBagCollection, number: int) -> bool:
-    return all(map(torch.equal, everything(module), states()[number]))
+STEPS = Steps(lambda: build(CONFIGS["memory"]), batch, ROWS, BEFORE + 2)
+step, is_state = STEPS.step, STEPS.is_state
 
 
 @pytest.mark.parametrize("collect", [nullcontext, accumulate], ids=["", "accumulated"])
