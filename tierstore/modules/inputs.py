@@ -89,11 +89,12 @@ def _check_gpu(name: str, ids: Tensor, device: str, warns: bool = True) -> None:
         where = "the CPU" if device == "cpu" else device
         raise InputError(f"{name} are on {ids.device}, but the tables on {where}; move them with .cpu()")
     if warns:
-        _say_that_ids_are_copied(name)
+        warn_of_copied_ids(name)
 
 
 @functools.cache
-def _say_that_ids_are_copied(name: str) -> None:
+def warn_of_copied_ids(name: str) -> None:
+    """Warn, once for each ``name``, that ids on a GPU cost a copy in every batch."""
     logger.warning(
         "%s are on a GPU. The host plans lookups, so it waits for a copy of them in every batch. Leave ids "
         "on the CPU, where the loader has made them. (said once)",
