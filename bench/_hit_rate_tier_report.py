@@ -88,7 +88,7 @@ def _summed(every: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def to_json(training: Training, ranks: list[Stats]) -> dict[str, Any]:
-    """Return hits and misses as plain values: those of ``stats()`` on each rank."""
+    """Return the hits and misses of ``stats()`` on each rank as plain values."""
     config = training.config
     return {
         "policy": training.policy,

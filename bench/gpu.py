@@ -35,13 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in fields(Sizes):
         name = one.name.replace("_", "-")
         parser.add_argument(
-            f"--{name}", type=int, default=one.default, metavar="N", help=f"(default: {one.default})"
+            f"--{name}",
+            type=int,
+            default=one.default,
+            metavar="N",
+            help=f"{one.metadata['help']} (default: {one.default})",
         )
     parser.add_argument(
         "--parts", default=",".join(PARTS), metavar="A,B", help="which parts (default: all of them)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=8.0, metavar="N", help="for all parts together (default: 8)"
+        "--minutes", type=float, default=8.0, metavar="N", help="minutes for all parts together (default: 8)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each part")
 

@@ -83,18 +83,22 @@ def _add_tiers(group: Any) -> None:
         help="fast memory: 64MiB, a share of the tables' bytes (1/37, 2.7%%), or all; simulate the tiers",
     )
     group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm, or such a share (default: 0)")
-    group.add_argument("--ssd", metavar="SIZE", help="0 for no store under them (default: auto)")
+    group.add_argument("--ssd", metavar="SIZE", help="cap of the store; 0 for no store (default: auto)")
     group.add_argument(
         "--plan", type=Path, metavar="JSON", help="a sharding plan: simulate every rank, with its bytes"
     )
     group.add_argument("--dim", metavar="D,D", help="embedding dimension, or one of each table (default: 32)")
-    group.add_argument("--optimizer", metavar="NAME", help="of the rows (default: rowwise-adagrad)")
+    group.add_argument("--optimizer", metavar="NAME", help="optimizer of the rows (default: rowwise-adagrad)")
     group.add_argument(
         "--read-ahead", metavar="SIZE", help="memory for rows read ahead, or such a share (default: auto)"
     )
     for tier in ("ssd", "uvm"):
-        group.add_argument(f"--{tier}-dtype", metavar="NAME", help=f"of weights in {tier} (default: fp32)")
-    group.add_argument("--state-dtype", metavar="NAME", help="of optimizer state there (default: fp32)")
+        group.add_argument(
+            f"--{tier}-dtype", metavar="NAME", help=f"dtype of weights in {tier} (default: fp32)"
+        )
+    group.add_argument(
+        "--state-dtype", metavar="NAME", help="dtype of optimizer state in lower tiers (default: fp32)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

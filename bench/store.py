@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines",
         default=",".join(engine_names()),
-        help="default: all; native:hash and native:compact are native with a form of its index",
+        help="engines (default: all); native:hash and native:compact have that form of index",
     )
     parser.add_argument(
         "--id-spread",

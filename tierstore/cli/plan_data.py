@@ -42,7 +42,7 @@ def add_data(group: Any) -> None:
         "--optimizer",
         default="rowwise-adagrad",
         metavar="NAME",
-        help="of the rows (default: rowwise-adagrad)",
+        help="optimizer of the rows (default: rowwise-adagrad)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of generated data (default: 0)")
 
