@@ -139,9 +139,9 @@ class TierConfig:
       GPU has free.
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
-    - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.
-      A list of folders, one on each of several devices, spreads the store over them (native engine): reads
-      and writes of all devices add up. The first folder is the store's own; the others hold shares of the
+    - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close. A
+      list of folders, one on each of several devices, spreads the store over them (native engine): reads and
+      writes of all devices add up. The first folder is the store's own; further folders hold shares of the
       rows. Give all of them whenever the store is opened; one more folder adds a device. ``ssd`` caps them
       together.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.

@@ -53,7 +53,7 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
     signal handler raises during the update (Ctrl-C) leaves the rows of all modules as before or as after it.
 
     Sharded collections are updated as by one batch of all passes on the same ranks. All ranks make as many
-    passes, and call ``step()`` and ``parameters()`` together; norms are those of the rows of all ranks.
+    passes, and call ``step()`` and ``parameters()`` together; norms count the rows of all ranks.
 
     Raises ConfigError for a model without tiered modules, or that accumulates already.
     """
@@ -73,8 +73,9 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
 @dataclass
 class _Kept:
-    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients. It is
-    where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a scale that is not there yet.
+    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients. The
+    tensor is where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a scale that is not
+    there yet.
     """
 
     shown: Tensor
@@ -124,8 +125,8 @@ class Accumulation(AppliedOptimizer):
         return sum(one.nbytes for kept in self._kept.values() for one in kept.passes)
 
     def parameters(self) -> list[Tensor]:
-        """Return one tensor per module. Its gradient is the norm of the rows' gradients, NaN if one is not
-        finite, None if there are none; scaling it scales the rows' gradients, too."""
+        """Return one tensor per module. The gradient of the tensor is the norm of the rows' gradients, NaN if
+        one is not finite, None if there are none; scaling it scales the rows' gradients, too."""
         for module, kept in self._kept.items():
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)

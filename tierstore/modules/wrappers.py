@@ -51,8 +51,8 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
     if module not in _warned:
         _warned.add(module)
         logger.warning(
-            "%s is trained by one of %d ranks, and is not sharded: the others know nothing of its rows. If "
-            "the ranks train one model together, %s. (said once)",
+            "%s is trained by one of %d ranks, and is not sharded: the other ranks know nothing of its rows. "
+            "If the ranks train one model together, %s. (said once)",
             name,
             torch.distributed.get_world_size(),
             _USE_OURS,

@@ -196,7 +196,7 @@ class Adam(OptimizerSpec):
 class AdamW(Adam):
     """:class:`Adam` with decoupled weight decay: torch.optim.AdamW for the rows of a batch.
 
-    Its rows are Adam's, so a store of one can be opened with the other optimizer.
+    The rows of both optimizers are alike, so a store of one can be opened with the other optimizer.
     """
 
     weight_decay: float = 0.01

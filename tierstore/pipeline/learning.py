@@ -45,7 +45,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, those of keyed jagged tensors included."""
+    """Yield the tensors in a batch, and in its keyed jagged tensors."""
     for _, leaf in leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -112,7 +112,7 @@ def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
         module = by_name.get(key) if isinstance(key, str) else key
         if not isinstance(module, TieredModule):
             names = [name for name, m in by_name.items() if isinstance(m, TieredModule)]
-            raise ConfigError(f"inputs: {key!r} is not a tiered module of the model; those are {names}")
+            raise ConfigError(f"inputs: {key!r} is not a tiered module of the model; give one of {names}")
 
         def arguments(batch: Any, function: Callable[[Any], Any] = function) -> Any:
             value = function(batch)

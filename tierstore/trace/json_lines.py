@@ -99,5 +99,5 @@ class _Field:
         return InputError(f"{self._path}, line {line}: {self._name} is {json.dumps(value)[:40]}; {why}")
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (n,) and where those of each example begin (examples + 1,)."""
+        """Return the ids (n,) and where the ids of each example begin (examples + 1,)."""
         return np.array(self.ids, np.int64), np.array(self._ends, np.int64)

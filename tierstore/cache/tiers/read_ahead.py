@@ -59,7 +59,8 @@ class _Part:
 
 
 class ReadAhead:
-    """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
+    """Rows of one group. The caller of a method holds ``lock``; the caller of :meth:`wait` and :meth:`close`
+    does not.
 
     ``max_bytes``: the most that the rows may ever take, their index and the bytes that :meth:`grant_window`
     leaves to the window included. ``resident`` returns which keys some exclusive tier holds: tiers that do
