@@ -57,9 +57,10 @@ def shard(
 
     A commit below the path of ``config`` is restored, also of another plan and number of ranks. Without a
     commit, rows that ``module`` has touched are taken over, on every rank from its own copy, which must be
-    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that
-    of ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with
-    a path can be open in one process only. ``comms``: how the ranks exchange rows; None: exactly.
+    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces the
+    configuration of ``module``, in particular its ``path`` (below which every rank gets a folder): an
+    unsharded module with a path can be open in one process only. ``comms``: how the ranks exchange rows;
+    None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
