@@ -99,7 +99,8 @@ def _embedding_bag_host(setting: Setting) -> Tables:
 
 
 def _fbgemm(location: str, setting: Setting) -> Tables:
-    """fbgemm's TBE: all rows on the GPU, or in managed memory with one ``RATIO``-th of them in its cache."""
+    """Return fbgemm's TBE: all rows on the GPU, or in managed memory with one ``RATIO``-th of the rows in its
+    cache."""
     on_gpu = torch.device(setting.device).type == "cuda"
     try:
         import fbgemm_gpu

@@ -118,7 +118,7 @@ def memory_bandwidth(seconds: float) -> float:
 
 
 def index_rate(seconds: float) -> float:
-    """Ids per second that one thread deduplicates, as the planner of a batch does."""
+    """Return the ids per second that one thread deduplicates, as the planner of a batch does."""
     from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 
     ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
@@ -133,7 +133,7 @@ def index_rate(seconds: float) -> float:
 
 
 def cuda_figures(seconds: float) -> dict[str, Any]:
-    """Device memory and link of the first GPU; nothing where there is none."""
+    """Measure the device memory and the link of the first GPU; return nothing where there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -209,8 +209,8 @@ def _over_ranks(name: str, value: float) -> float:
 
 
 def compared(plans: ByCase, records: Records) -> dict[str, dict[str, dict[str, Any]]]:
-    """By case and way: medians per step of the rounds that other processes left alone (of all where they left
-    none), and our seconds over theirs."""
+    """Return, by case and plan, medians per step of the rounds that no other process disturbed (of all rounds
+    if each was disturbed), and the seconds of our plan over the seconds of that plan."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
     for name, ways in plans.items():
         for by in ways:

@@ -98,7 +98,7 @@ def _stages(places: list[dict[str, Any]]) -> list[str]:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Ranks as ranges; of many the first, and how many there are."""
+    """Write ranks as ranges; of many ranges the first, and how many ranks there are."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][-1] + 1:
@@ -110,6 +110,6 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, or microseconds where that is shorter: columns are narrow."""
+    """Write milliseconds, or microseconds where that is shorter: columns are narrow."""
     seconds = 0.0 if seconds < 1e-12 else seconds  # less is what rounding leaves of zero
     return f"{seconds * 1e6:.2g} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"

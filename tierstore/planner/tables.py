@@ -104,7 +104,7 @@ class TableSpec:
         return self.touched_rows or self.num_embeddings
 
     def accesses(self, global_batch: int) -> float:
-        """Lookups per step."""
+        """Return the lookups per step."""
         return global_batch * len(self.feature_names) * self.pooling_factor
 
     def demand(self, global_batch: int) -> tuple[float, MissCurve]:
