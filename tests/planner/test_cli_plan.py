@@ -122,6 +122,9 @@ def test_a_data_set_that_ends_is_read_to_its_end(files, capsys, monkeypatch):
     [
         (["--topology", "t.yaml"], "give the tables: --tables YAML, or --data NAME"),
         (["--tables", "t.yaml", "--steps", "5"], "--steps is about a data set; give --data NAME, too"),
+        (["--tables", "t.yaml", "--policy", "lru"], "--policy is about a data set; give --data NAME, too"),
+        ([*DATA, "--policy", "mru"], "unknown policy 'mru'"),
+        ([*DATA, "--policy", "belady"], "needs the whole future"),
         ([*DATA, "--tables", "t.yaml"], "with --data it is the number of tables of generated data"),
         ([*DATA, "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
         ([*DATA, "--steps", "0"], "--steps is 0; it must be at least 1"),

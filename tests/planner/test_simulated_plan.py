@@ -82,11 +82,3 @@ def test_ranks_miss_what_was_predicted(tmp_path):
         assert line["predicted_rows"] == pytest.approx(line["rows"])
     assert sum(line["misses"] - line["new"] for line in measured.values()) > 5
     assert report["simulated"]["policy"] == "lookahead"
-
-
-def test_a_policy_that_is_none(tmp_path, capsys):
-    (tmp_path / "topology.yaml").write_text(
-        yaml.safe_dump(MACHINE | {"hbm_per_rank": "600KiB", "ranks_per_host": 1})
-    )
-    assert main(["plan", *DATA, "--topology", f"{tmp_path}/topology.yaml", "--policy", "mru"]) == 2
-    assert "unknown policy 'mru'" in capsys.readouterr().err

@@ -90,7 +90,6 @@ def add_data(group: Any) -> None:
     )
     group.add_argument(
         "--policy",
-        default="lookahead",
         metavar="NAME",
         help="eviction policy of the training, for the predicted misses (default: lookahead)",
     )
@@ -102,7 +101,7 @@ def check_data(args: argparse.Namespace) -> None:
     if args.data is None:
         if args.tables is None:
             raise ConfigError("give the tables: --tables YAML, or --data NAME for those of a data set")
-        for option in ("data_path", "rows", "max_rows", "steps"):
+        for option in ("data_path", "rows", "max_rows", "steps", "policy"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option.replace('_', '-')} is about a data set; give --data NAME, too")
         return
@@ -118,6 +117,7 @@ def check_data(args: argparse.Namespace) -> None:
 def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     """Read the batches that ``ranks`` ranks train on; return the tables, and what the batches use of them."""
     from tierstore import optim
+    from tierstore.cache.tiers.sizes import as_policy
     from tierstore.cli.setup import load_dataset, table_configs
     from tierstore.config import TierConfig
     from tierstore.planner import TableSpec
@@ -125,7 +125,8 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     from tierstore.trace.source import first_batches
 
     optimizer = optim.make(args.optimizer.replace("-", "_"), lr=1.0)
-    config = TierConfig(policy=args.policy)
+    config = TierConfig(policy=args.policy or "lookahead")
+    as_policy(config.policy)  # refuses one that no training can have
     number = None if args.tables is None else int(args.tables)
     dataset = load_dataset(argparse.Namespace(**{**vars(args), "tables": number}))
     examples = args.batch_size * ranks
