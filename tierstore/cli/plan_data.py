@@ -16,36 +16,31 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from cache_policies import PreparedTrace
     from tierstore import EmbeddingBagConfig
-    from tierstore.config import TierConfig
-    from tierstore.optim import OptimizerSpec
     from tierstore.placement import ShardingPlan, TablePlacement
     from tierstore.planner import ShardCounts, Simulated, TableSpec
-    from tierstore.simulation import Counts
-    from tierstore.trace import Trace
+    from tierstore.simulation import Counts, Training
+    from tierstore.trace import TableCurve, Trace
 
 
 @dataclass(frozen=True)
 class PlannedData:
     """Tables, their recorded curves for the planner, and a line that says where both come from.
 
-    ``trace``: the batches; ``configs``, ``config`` and ``optimizer``: how they are trained.
+    ``trace``: the batches; ``training``: how they are trained, without the plan.
     """
 
     tables: list[TableSpec]
     stats: dict[str, Any]
     summary: str
     trace: Trace
-    configs: list[EmbeddingBagConfig]
-    config: TierConfig
-    optimizer: OptimizerSpec
+    training: Training
 
     def simulate(self, plan: ShardingPlan) -> Simulated:
         """Count what the tiers of a plan miss on these batches: the planner's ``simulate``."""
         from tierstore.planner import Simulated
-        from tierstore.simulation import Training, simulated_halves
+        from tierstore.simulation import simulated_halves
 
-        training = Training(self.configs, self.config, self.optimizer, plan)
-        batches = self.trace.num_batches
+        training, batches = replace(self.training, plan=plan), self.trace.num_batches
         assert batches is not None
         with _bar(f"simulating {training.policy}", batches) as (progress, task):
             found = simulated_halves(
@@ -120,7 +115,7 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     from tierstore.cache.tiers.sizes import as_policy
     from tierstore.cli.setup import load_dataset, table_configs
     from tierstore.config import TierConfig
-    from tierstore.planner import TableSpec
+    from tierstore.simulation import Training
     from tierstore.trace import from_dataset, planner_input, table_curves
     from tierstore.trace.source import first_batches
 
@@ -137,16 +132,7 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     curves = table_curves(trace, prepared)
     configs = table_configs(dataset, args.dim)
     specs = [
-        TableSpec(
-            config.name,
-            config.num_embeddings,
-            config.embedding_dim,
-            tuple(config.feature_names),
-            pooling_factor=max(curve.accesses, 1e-9) / examples,
-            optimizer=optimizer.name,
-            touched_rows=max(1, curve.footprint),
-        )
-        for config, curve in zip(configs, curves, strict=True)
+        _spec(config, curve, examples, optimizer.name) for config, curve in zip(configs, curves, strict=True)
     ]
     rows, plural = sum(spec.num_embeddings for spec in specs), "s" * (ranks > 1)
     summary = (
@@ -154,7 +140,22 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
         f"{prepared.footprint:,} of {rows:,} rows"
     )
     stats = planner_input(trace, curves)["tables"]
-    return PlannedData(specs, stats, summary, trace, configs, config, optimizer)
+    return PlannedData(specs, stats, summary, trace, Training(configs, config, optimizer))
+
+
+def _spec(config: EmbeddingBagConfig, curve: TableCurve, examples: int, optimizer: str) -> TableSpec:
+    """Return a table of which batches of ``examples`` use what its curve was recorded of."""
+    from tierstore.planner import TableSpec
+
+    return TableSpec(
+        config.name,
+        config.num_embeddings,
+        config.embedding_dim,
+        tuple(config.feature_names),
+        pooling_factor=max(curve.accesses, 1e-9) / examples,
+        optimizer=optimizer,
+        touched_rows=max(1, curve.footprint),
+    )
 
 
 def _read(trace: Trace) -> PreparedTrace:
