@@ -7,8 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
-
-from ._hit_rate_tiers import Stats, Training
+from tierstore.simulation import Stats, Training
 
 if TYPE_CHECKING:
     from tierstore.trace import Trace

@@ -14,9 +14,9 @@ from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
     from cache_policies import Policy, PreparedTrace
+    from tierstore.simulation import Training
     from tierstore.trace import Trace
 
-    from ._hit_rate_tiers import Training
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
@@ -140,15 +140,16 @@ def answer_all(args: argparse.Namespace) -> int:
 
 def answer_tiers(source: Trace, trainings: list[Training]) -> dict[str, Any]:
     """Simulate the tiers of each training, print hits and misses, and return them."""
+    from tierstore.simulation import of_rank_0, simulate_tiers
+
     from . import _hit_rate_report as report
     from . import _hit_rate_tier_report as tier_report
-    from ._hit_rate_tiers import simulate_tiers
 
     with report.progress() as bars:
-        found = [
-            simulate_tiers(source, training, bars(f"simulating {training.policy}", source.num_batches))
-            for training in trainings
-        ]
+        found = []
+        for training in trainings:
+            shown = bars(f"simulating {training.policy}", source.num_batches)
+            found.append(simulate_tiers(source, training, of_rank_0(shown)))
     for training, ranks in zip(trainings, found, strict=True):
         tier_report.show(source, training, ranks)
     pairs = zip(trainings, found, strict=True)

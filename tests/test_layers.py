@@ -42,6 +42,8 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
+    "simulation": BASICS
+    | {"cache", "data", "modules", "optim", "pipeline", "placement", "sharding", "sparse", "trace"},
     "models": BASICS | {"sparse", "optim", "modules", "data"},
 }
 # The mirror of torchrec, which imports torchrec itself, too: both are called "torchrec" here.

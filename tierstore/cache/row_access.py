@@ -12,7 +12,7 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import ReadRows, Rows, StayingRows
 from tierstore.cache.tiers.protocol import Keys
 from tierstore.cache.uninterrupted import uninterrupted
-from tierstore.keys import make_keys, split
+from tierstore.keys import ID_BITS, make_keys, split
 
 _CHUNK = 1 << 16  # rows changed at a time
 _PIECE_BYTES = 4 << 20
@@ -69,9 +69,13 @@ def rows_in_piece(group: TierGroup) -> int:
 def overwrite_rows(
     group: TierGroup, batch: _core.Batch, change: Callable[[NDArray[np.uint8], slice], None]
 ) -> None:
-    """Change rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n, row_bytes)."""
+    """Change rows of one table in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n,
+    row_bytes)."""
     keys = batch.unique
-    step = max(1, min(_CHUNK, rows_in_piece(group), group.fast.capacity // 2))
+    if not len(keys):
+        return
+    room = group.fast.plan.slots_for(int(keys[0]) >> ID_BITS)
+    step = max(1, min(_CHUNK, rows_in_piece(group), room // 2))
     for begin in range(0, len(keys), step):
         part = slice(begin, min(begin + step, len(keys)))
         chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))

@@ -24,6 +24,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             f"planned in {report['plan_seconds']:.2f} s",
             soft_wrap=True,
         )
+    if "simulated" in report:
+        console.print(_simulated(report), soft_wrap=True)
     if report["what_would_help"]:
         how = "planned again" if report["helps_by_planning_again"] else "same cuts, caches divided anew"
         console.print(f"[bold]what would help most[/] ({how}):")
@@ -35,6 +37,19 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             "(tierstore bench device measures this machine's)",
             soft_wrap=True,
         )
+
+
+def _simulated(report: dict[str, Any]) -> str:
+    """Return a sentence about the batches that the hit rates are of, and about those before them."""
+    known = report["simulated"]
+    rates = []
+    for kind in ("predicted", "cold_start"):
+        shards = [shard for table in report["tables"] for shard in table[kind]]
+        rows, misses = (sum(shard[name] for shard in shards) for name in ("unique_rows", "hbm_misses"))
+        rates.append(f"{1 - misses / max(rows, 1e-12):.1%}")
+    text = f"hit rates are simulated: policy {known['policy']}, the last {known['batches']:,} batches"
+    cold = f"; {rates[1]} in the first {known['cold_batches']:,}, which fill the tiers"
+    return f"{text} (all tables: {rates[0]}{cold if known['cold_batches'] else ''})"
 
 
 def _print_view(

@@ -8,6 +8,7 @@ from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import Workload
 from tierstore.planner.curves import MissCurve, Popularity
 from tierstore.planner.planner import EmbeddingShardingPlanner
+from tierstore.planner.simulated import ShardCounts, Simulated
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 
@@ -16,9 +17,11 @@ __all__ = [
     "MissCurve",
     "ParameterConstraints",
     "Popularity",
+    "ShardCounts",
     "ShardPlacement",
     "ShardingPlan",
     "ShardingType",
+    "Simulated",
     "TablePlacement",
     "TableSpec",
     "Topology",
