@@ -30,7 +30,7 @@ from tierstore.errors import TierStoreError
 from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.exchanges import RankExchanges
-from tierstore.pipeline.learning import Call
+from tierstore.pipeline.learning import Call, tensors_read
 from tierstore.pipeline.openmp import share_processors
 from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.windows import Window
@@ -219,7 +219,7 @@ class Session:
         for module, ahead in planned.aheads:
             module.give_back(ahead)
         self._demand(planned.last)  # its plans gain nothing any more by waiting
-        planned.aheads.clear()
+        planned.drop()
 
     def _demand(self, place: int) -> None:
         """Let no lookup up to ``place`` wait for releases, in any group: a thread waits for the lookup at
@@ -343,7 +343,7 @@ class Session:
         except BaseException as error:  # no forward call would raise this error by itself
             planned.aheads.append((module, Ahead.failed(error)))
             return
-        planned.aheads.append((module, Ahead(inputs, content, lookup)))
+        planned.keep(module, Ahead(inputs, content, lookup), tensors_read(module, args, kwargs))
         self._announce(planned, lookup)
 
     def _announce(self, planned: Planned, lookup: Lookup) -> None:
