@@ -19,7 +19,8 @@ _OF_GPU, _OF_HOST = 0.7, 0.5
 @dataclass(frozen=True)
 class Sizes:
     """Rows of the arenas and their dimension; examples of a batch; rows of the largest table, before it is
-    scaled to fit; batches of a training and the width of its dense layers."""
+    scaled to fit; batches of a training and the width of its dense layers; GiB of the host's memory, 0: what
+    is free now (a virtual machine may have more of it as it is used)."""
 
     rows: int = 1 << 21
     dim: int = 64
@@ -27,6 +28,7 @@ class Sizes:
     max_rows: int = 40_000_000
     batches: int = 96
     width: int = 1024
+    host_gib: int = 0
 
     @property
     def row_bytes(self) -> int:
