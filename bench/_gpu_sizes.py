@@ -30,6 +30,7 @@ class Sizes:
     max_rows: int = _size(40_000_000, "rows of the largest table, before it is scaled to fit the GPU")
     batches: int = _size(96, "batches of a training")
     width: int = _size(1024, "width of the dense layers")
+    host_gib: int = _size(0, "GiB of the host's memory, 0: what is free; virtual machines may get more")
 
     @property
     def row_bytes(self) -> int:

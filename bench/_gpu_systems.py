@@ -80,7 +80,7 @@ def budgets(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _tiered(name: str, setting: Setting) -> Tables:
-    config = TierConfig(**budgets(setting)[name])
+    config = TierConfig(**budgets(setting)[name], overcommit=setting.sizes.host_gib > 0)
     bags = tierstore.EmbeddingBagCollection(
         tables=configs_of(setting), device=setting.device, config=config,
         optimizer=tierstore.optim.RowWiseAdagrad(lr=LR, eps=EPS),

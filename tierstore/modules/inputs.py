@@ -76,11 +76,12 @@ def checked_ids(name: str, ids: Tensor, device: str = "cpu", *, warns: bool = Tr
     return ids.contiguous()
 
 
-def keyed_on_host(keyed: KeyedJaggedTensor, device: str) -> KeyedJaggedTensor:
-    """Return ``keyed`` in memory of the host. ``device``: of the tables; raises as :func:`checked_ids`."""
+def keyed_on_host(keyed: KeyedJaggedTensor, device: str, *, warns: bool = True) -> KeyedJaggedTensor:
+    """Return ``keyed`` in memory of the host. ``device``: of the tables; ``warns`` of a tensor on a GPU;
+    raises as :func:`checked_ids`."""
     if (values := keyed.values()).is_cpu:
         return keyed
-    _check_gpu("values of the KeyedJaggedTensor", values, device)
+    _check_gpu("values of the KeyedJaggedTensor", values, device, warns)
     return keyed.to("cpu")
 
 

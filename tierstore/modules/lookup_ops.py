@@ -225,11 +225,9 @@ class _Backward(threading.local):
     def then(self, done: Tensor) -> None:
         """Keep ``done`` until the next operator, or the end of the pass."""
         if self.done is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            own = self.__dict__  # another thread may end a pass on a GPU
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: own.pop("done", None))
         self.done = done
-
-    def _end(self) -> None:
-        self.done = None
 
 
 _backward = _Backward()

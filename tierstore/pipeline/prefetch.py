@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -15,6 +16,7 @@ from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.copies import Unchanged, copies_to
+from tierstore.pipeline.host_ids import HostIds
 from tierstore.pipeline.learning import Call, Recorder
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
@@ -172,8 +174,8 @@ def _run(
 ) -> Iterator[Batch]:
     tables = _Tables(modules)
     try:
+        recorder = Recorder([module for module in modules if tables.has(module)])
         if given is None:
-            recorder = Recorder([module for module in modules if tables.has(module)])
             try:
                 yield from _learn(loader, recorder, copies)
             finally:
@@ -182,9 +184,10 @@ def _run(
         else:
             calls = [call for call in given if tables.has(call.module)]
         if calls:
-            yield from _ahead(loader, tables.begin(calls), depth, window, copies)
+            yield from _ahead(loader, tables.begin(calls), depth, window, _Bringing(copies, recorder))
         else:
-            yield from map(copies.finish, loader)
+            for batch in loader:
+                yield copies.finish(batch, HostIds(recorder.read_of(batch)))
     finally:
         copies.forget()
         tables.end()
@@ -194,7 +197,7 @@ def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> It
     """Yield batches until a batch has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
-        made = copies.finish(batch)
+        made = copies.finish(batch, HostIds(recorder.read_of(batch)))
         yield made
         if recorder.learn(made):
             break
@@ -211,7 +214,7 @@ def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> It
 
 
 def _ahead(
-    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None, copies: Unchanged
+    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None, bringing: _Bringing
 ) -> Iterator[Batch]:
     failed: Exception | None = None
 
@@ -240,7 +243,7 @@ def _ahead(
     more = _fill(session, pull, depth, window)
     while (planned := next_batch()) is not None:
         try:
-            yield _brought(planned, session, copies)
+            yield bringing.brought(planned, session.following)
         finally:
             session.finish(planned)
         if more:
@@ -252,12 +255,22 @@ def _ahead(
         raise failed
 
 
-def _brought(planned: Planned, session: Session, copies: Unchanged) -> Any:
-    """Return the batch where it is used, and begin to bring the one after it."""
-    batch = copies.finish(planned.batch, planned.ids)
-    if (following := session.following) is not None:
-        copies.start(following.batch, following.ids)
-    return batch
+@dataclass(frozen=True)
+class _Bringing:
+    """How batches come to where they are used. ``recorder`` knows of lookups that are not made ahead."""
+
+    copies: Unchanged
+    recorder: Recorder
+
+    def brought(self, planned: Planned, following: Planned | None) -> Any:
+        """Return the batch where it is used, and begin to bring the one after it."""
+        batch = self.copies.finish(planned.batch, self._ids(planned))
+        if following is not None:
+            self.copies.start(following.batch, self._ids(following))
+        return batch
+
+    def _ids(self, planned: Planned) -> HostIds:
+        return HostIds([*planned.read, *self.recorder.read_of(planned.batch)])
 
 
 def _fill(

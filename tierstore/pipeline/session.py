@@ -183,7 +183,7 @@ class Session:
         for module, ahead in planned.aheads:
             module.give_back(ahead)
         self._worker.demand(planned.last)  # its plans gain nothing any more by waiting
-        planned.aheads.clear()
+        planned.drop()
 
     def close(self) -> None:
         # A forked child has no worker, and its locks may never be released.

@@ -18,7 +18,7 @@ from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.errors import TierStoreError
 from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
-from tierstore.pipeline.learning import Call
+from tierstore.pipeline.learning import Call, tensors_read
 from tierstore.pipeline.openmp import share_processors
 from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.windows import Window
@@ -200,7 +200,7 @@ class Worker:
         except BaseException as error:  # no forward call would raise this error by itself
             planned.aheads.append((module, Ahead.failed(error)))
             return
-        planned.aheads.append((module, Ahead(inputs, content, lookup)))
+        planned.keep(module, Ahead(inputs, content, lookup), tensors_read(module, args, kwargs))
         self._announce(planned, lookup)
 
     def _announce(self, planned: Planned, lookup: Lookup) -> None:
