@@ -34,13 +34,12 @@ from tierstore.modules.row_calls import RowCalls
 from tierstore.modules.row_shares import TableStep
 from tierstore.modules.row_updates import Keeps
 from tierstore.modules.table_rules import TableRules
-from tierstore.modules.tables import HasWeight, ShownParameter
+from tierstore.modules.tables import HasWeight, ShownParameter, leaf_of
 from tierstore.modules.wrappers import (
     active_ddp,
     has_other_ranks,
+    refuse_drivers,
     refuse_replicas,
-    refuse_scaled,
-    scaler_in_use,
 )
 from tierstore.optim import OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
@@ -264,9 +263,9 @@ class TieredModule(RowCalls, nn.Module):
 
     def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
+        if (updates or self.training) and not self.collective and has_other_ranks():
+            self._refuse_replicas(updates)
         if updates:
-            if not self.collective and has_other_ranks():
-                self._refuse_replicas()
             lookup.acquire()
         else:
             lookup.read()
@@ -275,7 +274,7 @@ class TieredModule(RowCalls, nn.Module):
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
-            return self.anchor
+            return self.anchor if torch.compiler.is_compiling() else leaf_of(self._shown, self.anchor)
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
     def anchors(self) -> list[Tensor]:
@@ -308,8 +307,8 @@ class TieredModule(RowCalls, nn.Module):
             )
         self._refuse_applied()
         unscales = self.accumulation is not None and self.accumulation.unscales
-        if self.refuse_scaled and not unscales and scaler_in_use():
-            refuse_scaled(self.table_names())
+        scaled, at_once = self.refuse_scaled and not unscales, self.accumulation is None
+        refuse_drivers(self, self.table_names, scaled=scaled, at_once=at_once)
 
     def register_gradient_hook(self, hook: GradientHook, table: str | None = None) -> RemovableHandle:
         """Call ``hook(ids, gradients)`` at every update of a table, before clipping and the optimizer.
@@ -336,10 +335,10 @@ class TieredModule(RowCalls, nn.Module):
         """Return the names and hooks of trained tables that have hooks, by their numbers in the engine."""
         return self.rules.hooks_without(self.frozen_tables()) if self.rules.hooks else {}
 
-    def _refuse_replicas(self) -> None:
+    def _refuse_replicas(self, updates: bool) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
         ours = all(parameter.is_registered for parameter in self._shown)
-        refuse_replicas(self, self.table_names(), ours)
+        refuse_replicas(self, self.table_names(), ours, updates)
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
