@@ -101,10 +101,12 @@ def _shard(
     sharded = _sharded(module, plan, env, options)
     try:
         sharded.take_gradient_hooks(module)
+        hooks = module.rules.hooks.of
+        found: dict[str, Any] = {"gradient hooks": sorted((t, len(own)) for t, own in hooks.items() if own)}
         if sharded.is_fresh:
             with env.shared_errors():
-                found = _take_over(sharded, module)
-            env.check_same(found)
+                found |= _take_over(sharded, module)
+        env.check_same(found)
     except BaseException:
         sharded.close_here()
         raise
