@@ -19,7 +19,7 @@ PART_OF = {"bench.research": "bench"}
 _OTHERS = """
 _C _Database _are_functorch_transforms_active _asdict _cache _current_autograd_node _disable_dynamo
 _execution_engine _get_active_ddp_module _get_backend _getframe _init_from_local_shards_and_global_metadata
-_is_owned _mmap _modules _parameters _rebuild_buckets _register_effectful_op _scale _sleep _timeout _version
+_is_owned _mmap _modules _parameters _register_effectful_op _scale _sleep _timeout _version
 _will_engine_execute_node
 """
 OTHERS_PRIVATE = set(_OTHERS.split())

@@ -33,6 +33,11 @@ from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
 
+_WITNESS = 2.0**-13
+"""The second element of a shown gradient, by the first. A factor changes both alike, bit for bit."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Below it a factor rounds the second element more than the first."""
+
 
 @contextmanager
 def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]:
@@ -73,9 +78,9 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
 @dataclass
 class _Kept:
-    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients. The
-    tensor is where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a scale that is not
-    there yet.
+    """The kept gradients of one module. ``shown``: a tensor whose gradient is the norm of the rows'
+    gradients. The tensor is where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a
+    scale that is not there yet.
     """
 
     shown: Tensor
@@ -126,12 +131,15 @@ class Accumulation(AppliedOptimizer):
 
     def parameters(self) -> list[Tensor]:
         """Return one tensor per module. The gradient of the tensor is the norm of the rows' gradients, NaN if
-        one is not finite, None if there are none; scaling it scales the rows' gradients, too."""
+        one is not finite, None if there are none; scaling it scales the rows' gradients, too. A second
+        element of the gradient, too small for any norm, shows other changes than a factor: these raise
+        ConfigError in :meth:`step`."""
         for module, kept in self._kept.items():
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)
                 kept.shown.grad = torch.full_like(kept.shown, kept.norm)
-                kept.norm, kept.version = kept.shown.grad.item(), kept.shown.grad._version
+                kept.shown.grad[1] *= _WITNESS
+                kept.norm, kept.version = kept.shown.grad[0].item(), kept.shown.grad._version
         return [kept.shown for kept in self._kept.values()]
 
     @property
@@ -166,12 +174,13 @@ class Accumulation(AppliedOptimizer):
         for module in kept_of:  # an error of one module leaves all modules as they are
             module.check_update()
             module.fused_optimizer.step_args(1)
+        factors = [_factor(kept) / scale for kept in kept_of.values()]
         lookups: list[Lookup] = []
         updates: list[PreparedUpdate] = []
         try:
-            for module, kept in kept_of.items():
+            for (module, kept), factor in zip(kept_of.items(), factors, strict=True):
                 lookup, gradients = joined(kept.passes, _padding(module))
-                if (factor := _factor(kept) / scale) != 1.0:
+                if factor != 1.0:
                     gradients.multiply(factor)
                 kept.passes.clear()
                 lookups.append(lookup)
@@ -185,7 +194,7 @@ class Accumulation(AppliedOptimizer):
 
 def _shown_by(module: TieredModule) -> Tensor:
     device = torch.device(module.engine.device_name)
-    return torch.zeros(1, device="cpu" if device.type == "meta" else device).requires_grad_()
+    return torch.zeros(2, device="cpu" if device.type == "meta" else device).requires_grad_()
 
 
 def _copied(gradients: Gradients) -> Gradients:
@@ -206,11 +215,18 @@ def _factor(kept: _Kept) -> float:
     """Return the factor by which the shown gradient was multiplied since :meth:`Accumulation.parameters`.
 
     A gradient of 0 hides its factor, which then changes nothing; a NaN gradient was scaled if it was written
-    to."""
+    to. Raises ConfigError if it was changed otherwise, as by clip_grad_value_: that says nothing of a row."""
     shown = kept.shown.grad
     if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):
         return 1.0
-    return shown.item() / kept.norm
+    norm, witness = shown.tolist()
+    if math.isfinite(norm) and abs(witness) > _SMALLEST and witness != norm * _WITNESS:
+        raise ConfigError(
+            "the gradient of a tensor of rows.parameters() is a norm, and was changed other than by a factor "
+            "(by clip_grad_value_?): clip the gradients of rows by clip_grad_value of the tables' optimizer, "
+            "or their norm by clip_grad_norm_"
+        )
+    return float(norm / kept.norm)
 
 
 def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:

@@ -27,6 +27,7 @@ from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.parts import Lookup
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.table_rules import TableRules
+from tierstore.modules.tables import leaf_of
 from tierstore.modules.trained_tables import TrainedTables
 from tierstore.modules.wrappers import active_ddp, has_other_ranks, refuse_replicas
 from tierstore.optim.fused import FusedOptimizer
@@ -194,9 +195,9 @@ class TieredModule(TrainedTables, nn.Module):
 
     def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
+        if (updates or self.training) and not self.collective and has_other_ranks():
+            self._refuse_replicas(updates)
         if updates:
-            if not self.collective and has_other_ranks():
-                self._refuse_replicas()
             lookup.acquire()
         else:
             lookup.read()
@@ -205,17 +206,17 @@ class TieredModule(TrainedTables, nn.Module):
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
-            return self.anchor
+            return self.anchor if torch.compiler.is_compiling() else leaf_of(self._shown, self.anchor)
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
     def anchors(self) -> list[Tensor]:
         """Return the tensors that autograd trains in place of the rows."""
         return [self.anchor, *(shown.now for shown in self._shown)]
 
-    def _refuse_replicas(self) -> None:
+    def _refuse_replicas(self, updates: bool) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
         ours = all(parameter.is_registered for parameter in self._shown)
-        refuse_replicas(self, self.table_names(), ours)
+        refuse_replicas(self, self.table_names(), ours, updates)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to move to another device: the rows stay where the tables were opened."""

@@ -16,7 +16,7 @@ from tierstore.modules.row_calls import RowCalls
 from tierstore.modules.row_shares import TableStep
 from tierstore.modules.row_updates import Keeps
 from tierstore.modules.tables import HasWeight, ShownParameter
-from tierstore.modules.wrappers import refuse_scaled, scaler_in_use
+from tierstore.modules.wrappers import refuse_drivers
 from tierstore.optim import OptimizerSpec
 from tierstore.optim.specs import NotGiven
 from tierstore.optim.tables import Optimizers
@@ -113,8 +113,8 @@ class TrainedTables(RowCalls):
             )
         self._refuse_applied()
         unscales = self.accumulation is not None and self.accumulation.unscales
-        if self.refuse_scaled and not unscales and scaler_in_use():
-            refuse_scaled(self.table_names())
+        scaled, at_once = self.refuse_scaled and not unscales, self.accumulation is None
+        refuse_drivers(self, self.table_names, scaled=scaled, at_once=at_once)
 
     def register_gradient_hook(self, hook: GradientHook, table: str | None = None) -> RemovableHandle:
         """Call ``hook(ids, gradients)`` at every update of a table, before clipping and the optimizer.
