@@ -7,6 +7,7 @@ loads, and no fused multiply-add, which would change bits.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -32,6 +33,8 @@ _OF_16_BITS = [
     for layout in ((64, 4, None), (64, 4, 1), (128, 4, 3), (20, 4, 8), (17, 1, None), (17, 1, 7))
 ]
 _PARTS = [Part(), *_LAYOUTS, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9), *_OF_16_BITS]
+_KERNELS = _ROOT / "csrc" / MAIN
+_ALIASES = ("LookupOfLayout", "UpdateOfLayout")  # by which kernels.cu names what a part chooses
 _REGISTERS = 80  # three blocks of 256 threads fit a multiprocessor
 _REGISTERS_OF_WIDE = 96  # two blocks do
 
@@ -49,64 +52,111 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _compile(part: Part, output: Path, *options: str) -> str:
-    """Compile a part of the kernels; return what the compiler reports."""
+def _compile(source: Path, output: Path, *options: str) -> str:
+    """Compile kernels; return what the compiler reports."""
     assert _NVCC is not None, "continuous integration needs nvcc"
     command = [
         *(_NVCC, "-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-I", _ROOT / "csrc"),
-        *(*part.defines(), *options, _ROOT / "csrc" / "cuda" / "kernels.cu", "-o", output),
+        *(*options, source, "-o", output),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout
 
 
+def _source_of_all() -> str:
+    """Return a source of all parts: the kernels of each have its number in their names.
+
+    nvcc takes twice as long to read CUDA's headers as to compile a part.
+    """
+    lines = []
+    for number, part in enumerate(_PARTS):
+        macros = [option.removeprefix("-D").replace("=", " ") for option in part.defines()]
+        macros += [f"{name} {name}_{number}" for name in (*sorted(_kernels(part)), *_ALIASES) if number]
+        lines += [f"#define {macro}" for macro in macros]
+        lines += [f'#include "{MAIN}"']  # the first time with all headers, where nothing has another name
+        lines += [f"#undef {macro.split()[0]}" for macro in macros]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ptxas reports of a kernel for an architecture."""
+
+    stack: int
+    stores: int
+    loads: int
+    registers: int
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """A part of the kernels, what ptxas reports of it for every architecture, and its PTX."""
+    """A part of the kernels: what ptxas reports by kernel and architecture, and the kernels' PTX."""
 
     part: Part
-    report: str
-    ptx: str
+    reports: dict[tuple[str, str], Report]
+    ptx: dict[str, str]
 
 
-@pytest.fixture(scope="module", params=_PARTS, ids=str)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+@pytest.fixture(scope="module")
+def compiled_parts(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    """Compile all parts at once."""
     folder = tmp_path_factory.mktemp("kernels")
+    source = folder / "all.cu"
+    source.write_text(_source_of_all())
     options = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in _ARCHITECTURES]
     options += ["--fatbin", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)]
-    report = _compile(request.param, folder / "kernels.fatbin", *options)
-    return Compiled(request.param, report, (folder / "kernels.compute_90.ptx").read_text())
+    report = _compile(source, folder / "kernels.fatbin", *options)
+    found = re.findall(
+        r"Compiling entry function '(\w+)' for '(sm_\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+        r", (\d+) bytes spill loads.*?Used (\d+) registers",
+        report,
+        re.DOTALL,
+    )
+    ptx = (folder / "all.compute_90.ptx").read_text()
+    assert ".func" not in ptx  # a kernel's PTX is all that it runs
+    entries = {body.partition("(")[0]: body for body in ptx.split(".visible .entry ")[1:]}
+    parts = [Compiled(part, {}, {}) for part in _PARTS]
+    for name, architecture, *numbers in found:
+        kernel, number = _kernel_and_part(name)
+        parts[number].reports[kernel, architecture] = Report(*map(int, numbers))
+    for name, body in entries.items():
+        kernel, number = _kernel_and_part(name)
+        parts[number].ptx[kernel] = body
+    return parts
+
+
+def _kernel_and_part(name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(\w+?)(?:_(\d+))?", name)
+    assert found
+    return found[1], int(found[2] or 0)
+
+
+@pytest.fixture(params=range(len(_PARTS)), ids=[str(part) for part in _PARTS])
+def compiled(request: pytest.FixtureRequest, compiled_parts: list[Compiled]) -> Compiled:
+    return compiled_parts[request.param]
 
 
 def test_registers_and_spills(compiled: Compiled) -> None:
     part = compiled.part
-    found = re.findall(
-        r"Compiling entry function '(\w+)' for '(sm_\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
-        r", (\d+) bytes spill loads.*?Used (\d+) registers",
-        compiled.report,
-        re.DOTALL,
-    )
-    assert {(name, architecture) for name, architecture, *_ in found} == {
-        (name, architecture) for name in _kernels(part) for architecture in _ARCHITECTURES
-    }
+    assert set(compiled.reports) == set(itertools.product(_kernels(part), _ARCHITECTURES))
     rounds = part.weights != "fp32" and part.optimizer is not None
     most = _REGISTERS_OF_WIDE if rounds or (part in _OF_NORMS and part.dim == 128) else _REGISTERS
-    for name, architecture, stack, stores, loads, registers in found:
-        assert (stack, stores, loads) == ("0", "0", "0"), (name, architecture)
-        assert int(registers) <= most, (name, architecture)
+    for of, report in compiled.reports.items():
+        assert (report.stack, report.stores, report.loads) == (0, 0, 0), of
+        assert report.registers <= most, of
 
 
 def test_ptx_keeps_the_bits(compiled: Compiled) -> None:
-    part, ptx = compiled.part, compiled.ptx
-    assert set(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == _kernels(part)
+    part, ptx = compiled.part, "".join(compiled.ptx.values())
+    assert set(compiled.ptx) == _kernels(part)
     instructions = set(re.findall(r"^\s+(?:@%\w+ )?([a-z]\w*(?:\.\w+)*)", ptx, re.MULTILINE))
     float_arithmetic = {i for i in instructions if i.endswith((".f32", ".f64"))}
     assert not {i for i in float_arithmetic if i.startswith(("fma", "mad"))}
     assert not {i for i in float_arithmetic if ".approx" in i or ".ftz" in i}
     assert {"add.f32", "mul.f32"} <= float_arithmetic or {"add.rn.f32", "mul.rn.f32"} <= float_arithmetic
     for kernel in _kernels(part) & {"lookup_pooled", "lookup_rows", "update_cold"}:
-        body = ptx.split(f".visible .entry {kernel}(")[1].split(".visible .entry")[0]
+        body = compiled.ptx[kernel]
         of_update = kernel == "update_cold"
         kind = "f32" if part.weights == "fp32" or of_update else "[bu]16"
         wide = len(re.findall(rf"ld(?:\.global)?\.v4\.{kind}", body))
@@ -138,7 +188,7 @@ def test_arguments_are_as_large_as_the_hosts(compiled: Compiled) -> None:
 
 def test_a_thread_reads_four_words_before_it_writes_one(tmp_path: Path) -> None:
     """Few blocks move rows, and a word of the host's memory takes a microsecond."""
-    _compile(Part(), tmp_path / "kernels.ptx", "-arch=sm_90", "--ptx")
+    _compile(_KERNELS, tmp_path / "kernels.ptx", "-arch=sm_90", "--ptx")
     body = (tmp_path / "kernels.ptx").read_text().split(".visible .entry move_rows(")[1]
     accesses = re.findall(r"(ld|st)(?:\.global)?\.v4\.f32", body.split(".visible .entry")[0])
     assert "ld ld ld ld st st st st" in " ".join(accesses)
@@ -146,7 +196,7 @@ def test_a_thread_reads_four_words_before_it_writes_one(tmp_path: Path) -> None:
 
 def test_the_source_lists_its_headers(tmp_path: Path) -> None:
     """What NVRTC is given is what nvcc reads."""
-    report = _compile(Part(), tmp_path / "kernels.d", "-M")
+    report = _compile(_KERNELS, tmp_path / "kernels.d", "-M")
     assert report == ""
     read = {name for name in re.findall(r"csrc/(\S+)", (tmp_path / "kernels.d").read_text())}
     assert read == {MAIN, *HEADERS}

@@ -137,7 +137,7 @@ def scaler_in_use() -> bool:
 
 
 def refuse_drivers(
-    module: nn.Module, tables: Callable[[], Sequence[str]], *, scaled: bool, at_once: bool
+    module: object, tables: Callable[[], Sequence[str]], *, scaled: bool, at_once: bool
 ) -> None:
     """Raise ConfigError where what drives the training of ``module`` would make its update wrong.
 
@@ -150,7 +150,7 @@ def refuse_drivers(
         _refuse_accumulating(module, tables)
 
 
-def _refuse_accumulating(module: nn.Module, tables: Callable[[], Sequence[str]]) -> None:
+def _refuse_accumulating(module: object, tables: Callable[[], Sequence[str]]) -> None:
     for trainer in _trainers.all():
         acts = trainer.accumulate_grad_batches != 1 or trainer.gradient_clip_val
         if acts and trainer.training and _drives(trainer, module):
@@ -160,7 +160,7 @@ def _refuse_accumulating(module: nn.Module, tables: Callable[[], Sequence[str]])
         _refuse_driver("gradient_accumulation_steps of Accelerate", tables())
 
 
-def _drives(trainer: _Trainer, module: nn.Module) -> bool:
+def _drives(trainer: _Trainer, module: object) -> bool:
     model = trainer.lightning_module
     return bool(model.automatic_optimization) and any(one is module for one in model.modules())
 
