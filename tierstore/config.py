@@ -175,7 +175,7 @@ class TierConfig:
       takes it for id 0 and warns once, "ignore" takes it for id 0.
     - ``index``: how the native store finds rows. ``"hash"`` takes up to 12 bytes per stored row.
       ``"compact"`` takes 3 to 4 bytes per row in ranges of which 3/8 of the ids are stored. ``"auto"``:
-      compact for tables of 4,194,304 stored rows or more. Each opening may choose anew.
+      compact for tables of 65,536 stored rows or more. Each opening may choose anew.
     """
 
     hbm: int | str = "64MiB"

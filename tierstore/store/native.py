@@ -72,7 +72,7 @@ class NativeConfig:
     without it."""
     index: str = "auto"
     """How the index finds rows: "hash", "compact" (ranges of ids of which many are stored take an array in
-    place of hash entries), or "auto": compact for tables of 4,194,304 stored rows or more."""
+    place of hash entries), or "auto": compact for tables of 65,536 stored rows or more."""
     limits: NativeLimits | None = None
     """None: the limits of the core."""
 
