@@ -43,7 +43,18 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
     "simulation": BASICS
-    | {"cache", "data", "modules", "optim", "pipeline", "placement", "sharding", "sparse", "trace"},
+    | {
+        "cache",
+        "data",
+        "modules",
+        "optim",
+        "pipeline",
+        "placement",
+        "planner",
+        "sharding",
+        "sparse",
+        "trace",
+    },
     "models": BASICS | {"sparse", "optim", "modules", "data"},
 }
 # The mirror of torchrec, which imports torchrec itself, too: both are called "torchrec" here.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cache_policies import PreparedTrace
     from tierstore import EmbeddingBagConfig
     from tierstore.placement import ShardingPlan, TablePlacement
-    from tierstore.planner import ShardCounts, Simulated, TableSpec
-    from tierstore.simulation import Counts, Training
+    from tierstore.planner import TableSpec
+    from tierstore.simulation import Counts, ShardCounts, Simulated, Training
     from tierstore.trace import TableCurve, Trace
 
 
@@ -37,8 +37,7 @@ class PlannedData:
 
     def simulate(self, plan: ShardingPlan) -> Simulated:
         """Count what the tiers of a plan miss on these batches: the planner's ``simulate``."""
-        from tierstore.planner import Simulated
-        from tierstore.simulation import simulated_halves
+        from tierstore.simulation import Simulated, simulated_halves
 
         training, batches = replace(self.training, plan=plan), self.trace.num_batches
         assert batches is not None
@@ -54,7 +53,7 @@ class PlannedData:
 
 def _of_shards(table: TablePlacement, by_rank: Sequence[Mapping[str, Counts]]) -> list[ShardCounts]:
     """Return the counts of a table's shards; shards on one rank share its counts equally."""
-    from tierstore.planner import ShardCounts
+    from tierstore.simulation import ShardCounts
 
     on_rank = Counter(shard.rank for shard in table.shards)
     return [

@@ -8,7 +8,6 @@ from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import Workload
 from tierstore.planner.curves import MissCurve, Popularity
 from tierstore.planner.planner import EmbeddingShardingPlanner
-from tierstore.planner.simulated import ShardCounts, Simulated
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 
@@ -17,11 +16,9 @@ __all__ = [
     "MissCurve",
     "ParameterConstraints",
     "Popularity",
-    "ShardCounts",
     "ShardPlacement",
     "ShardingPlan",
     "ShardingType",
-    "Simulated",
     "TablePlacement",
     "TableSpec",
     "Topology",

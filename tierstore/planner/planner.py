@@ -17,7 +17,6 @@ from tierstore.planner.constraints import ParameterConstraints, constraints_of
 from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_BUFFERS, Problem, Workload
 from tierstore.planner.options import Placed
 from tierstore.planner.report import at_least, report_of, shortage
-from tierstore.planner.simulated import Simulate
 from tierstore.planner.solver import Solution, solve
 from tierstore.planner.tables import TableSpec, prepared, spec_of_config
 from tierstore.planner.topology import Topology
@@ -68,7 +67,7 @@ class EmbeddingShardingPlanner:
         module: Any,
         sharders: Sequence[Any] | None = None,
         advice_seconds: float = 0.0,
-        simulate: Simulate | None = None,
+        simulate: Callable[[ShardingPlan], Any] | None = None,
     ) -> ShardingPlan:
         """Return a plan for the collections in ``module``, or for a sequence of table configurations.
 
@@ -76,7 +75,7 @@ class EmbeddingShardingPlanner:
         part of a module counts four times its parameters' bytes unless ``workload`` says ``dense_bytes``.
         With ``advice_seconds`` the report says what better machines would change by planning again for each,
         if that takes no longer; else with the same options and ranks. ``simulate`` counts what the plan's
-        tiers miss, which the report then has in place of what curves say.
+        tiers miss (``tierstore.simulation.Simulated``), in place of what curves say.
         Raises InfeasiblePlanError if the tables do not fit, ConfigError for constraints that cannot be met.
         """
         problem, start = self._problem_of(module), time.perf_counter()

@@ -1,6 +1,7 @@
 """Simulates what the tiers of a training hit and miss on a trace, by the training's own code."""
 
 from tierstore.simulation.halves import Counts, Halves, counts_of, simulated_halves
+from tierstore.simulation.plan_counts import ShardCounts, Simulated
 from tierstore.simulation.tiers import (
     Stats,
     Training,
@@ -14,6 +15,8 @@ from tierstore.simulation.tiers import (
 __all__ = [
     "Counts",
     "Halves",
+    "ShardCounts",
+    "Simulated",
     "Stats",
     "Training",
     "batches_of",

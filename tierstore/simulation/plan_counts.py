@@ -1,20 +1,19 @@
-"""What a simulation of a plan's tiers counted, in place of what miss curves say: the seam to the runtime."""
+"""What a simulation of a plan's tiers counted, and the planner's solution and report with these counts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tierstore.placement import ShardingPlan
 from tierstore.planner.solver import Solution, predict
 
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Rows of a shard per step. ``memory_misses``: those that are read from the SSD. ``new_rows`` of
+    """Rows of a shard per step. ``memory_misses``: rows that are read from the SSD. ``new_rows`` of
     ``hbm_misses`` were never updated before, so no tier has them."""
 
     unique_rows: float
@@ -54,6 +53,3 @@ class Simulated:
             tables.append({**entry, "predicted": steady, "cold_start": cold})
         known = {"policy": self.policy, "cold_batches": self.cold_batches, "batches": self.batches}
         return {**report, "tables": tables, "simulated": known}
-
-
-Simulate = Callable[[ShardingPlan], Simulated]
