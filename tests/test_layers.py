@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -135,16 +136,18 @@ def package_of(path: Path) -> str:
     return name if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
-def imports(path: Path) -> Iterator[tuple[str, str]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, str]]:
     """Module and name of each ``from module import name``, at any depth; "" of each ``import module``."""
-    package = package_of(path).split(".")
+    package, found = package_of(path).split("."), []
     for node in syntax(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((module, alias.name) for alias in node.names)
+            found += [(module, alias.name) for alias in node.names]
+    return found
 
 
 def imported_modules(path: Path) -> set[str]:
