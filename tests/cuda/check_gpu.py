@@ -126,7 +126,8 @@ def _outcome(command: Sequence[str], seconds: float, said: Path) -> str:
             hangs = "" if process.returncode is not None else ", and hangs in the driver"
             return f"not done after {seconds:.0f} s{hangs}"
     lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip("= ") if lines else "no output"
+    missing = [line for line in lines if "want a GPU and did not run" in line]
+    last = [*lines, *missing][-1].strip("= ") if lines else "no output"
     return last if code == 0 else f"FAILED ({code}): {last}"
 
 

@@ -50,6 +50,7 @@ PROGRAMS = {
     "t::times_out": "print('+++ Timeout +++'); raise SystemExit(1)",
     "t::hangs_too": "import time; time.sleep(60)",
     "t::fails": "print('1 failed, 2 passed'); raise SystemExit(1)",
+    "t::wants": "print('1 checks want a GPU and did not run: why\\n1 deselected'); raise SystemExit(5)",
     "t::last": "print('1 passed')",
 }
 
@@ -68,6 +69,7 @@ def test_a_check_that_hangs_or_crashes_leaves_the_others(
     assert found["t::hangs"] == "not done after 3 s"
     assert found["t::hangs_too"] == "not done after 2 s"
     assert found["t::fails"] == "FAILED (1): 1 failed, 2 passed"
+    assert found["t::wants"] == "FAILED (5): 1 checks want a GPU and did not run: why"
     assert found["t::last"] == "1 passed"
     said = (out / "hangs.txt").read_text()
     assert said.startswith("begun\n")
