@@ -13,6 +13,9 @@ import pytest
 # Here and in the programs of tests. Else a process that compiles a graph starts one per core, each of which
 # imports torch first: that takes longer than to compile the few graphs of a test.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The processor says which vector instructions it has. Else each process that compiles a graph first compiles
+# and loads a library for each of them, the latter in an interpreter that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 LONGEST_FIRST = [
     "tests/docs/test_blocks.py",
