@@ -1,6 +1,6 @@
 """The cost of exchanges between ranks of one host: per byte, per collective, in the runtime.
 
-Vectors of tables on CPUs go over gloo, and those of tables on GPUs over NCCL.
+Vectors of tables on CPUs go over gloo, and vectors of tables on GPUs over NCCL.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ one that is cut short still says something.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -96,6 +98,7 @@ def main(name: str, setting: Setting) -> int:
             figures.update(found)
             print(json.dumps(figures), flush=True)
     except Exception as error:
+        traceback.print_exc()
         said = str(error).strip() or "no message"
         print(json.dumps({**figures, "failed": f"{type(error).__name__}: {said}"}), flush=True)
         return 1
@@ -105,4 +108,5 @@ def main(name: str, setting: Setting) -> int:
 if __name__ == "__main__":
     from ._gpu_sizes import Sizes
 
+    faulthandler.enable()  # says where a part crashes, or hangs when its time is over
     sys.exit(main(sys.argv[1], Setting(Sizes(**json.loads(sys.argv[2])), Path(sys.argv[3]))))

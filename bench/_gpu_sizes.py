@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,21 @@ RATIO = 37
 _OF_GPU, _OF_HOST = 0.7, 0.5
 
 
+def _size(default: int, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the arenas and their dimension; examples of a batch; rows of the largest table, before it is
-    scaled to fit; batches of a training and the width of its dense layers."""
+    """How much is measured: each is an option of ``tierstore bench gpu``, and has its help."""
 
-    rows: int = 1 << 21
-    dim: int = 64
-    batch_size: int = 65_536
-    max_rows: int = 40_000_000
-    batches: int = 96
-    width: int = 1024
+    rows: int = _size(1 << 21, "rows of an arena")
+    dim: int = _size(64, "embedding dimension")
+    batch_size: int = _size(65_536, "examples per batch")
+    max_rows: int = _size(40_000_000, "rows of the largest table, before it is scaled to fit the GPU")
+    batches: int = _size(96, "batches of a training")
+    width: int = _size(1024, "width of the dense layers")
+    host_gib: int = _size(0, "GiB of the host's memory, 0: what is free; virtual machines may get more")
 
     @property
     def row_bytes(self) -> int:

@@ -80,7 +80,7 @@ def budgets(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _tiered(name: str, setting: Setting) -> Tables:
-    config = TierConfig(**budgets(setting)[name])
+    config = TierConfig(**budgets(setting)[name], overcommit=setting.sizes.host_gib > 0)
     bags = tierstore.EmbeddingBagCollection(
         tables=configs_of(setting), device=setting.device, config=config,
         optimizer=tierstore.optim.RowWiseAdagrad(lr=LR, eps=EPS),
@@ -99,7 +99,8 @@ def _embedding_bag_host(setting: Setting) -> Tables:
 
 
 def _fbgemm(location: str, setting: Setting) -> Tables:
-    """fbgemm's TBE: all rows on the GPU, or in managed memory with one ``RATIO``-th of them in its cache."""
+    """Return fbgemm's TBE: all rows on the GPU, or in managed memory with one ``RATIO``-th of the rows in its
+    cache."""
     on_gpu = torch.device(setting.device).type == "cuda"
     try:
         import fbgemm_gpu

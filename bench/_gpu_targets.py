@@ -42,7 +42,8 @@ def targets(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 
 
 def comparisons(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return steps per second of each system and stage, in those of tierstore with everything in ``hbm``."""
+    """Return steps per second of each system and stage over the steps per second of tierstore with everything
+    in ``hbm``."""
     found = {}
     for stage in ("embedding", "dlrm", "dcnv2"):
         key = f"{stage}.ms_per_step"

@@ -103,7 +103,7 @@ def _rows_on_top(axes: Any, answer: Answer) -> None:
 
 
 def _belady_bytes(answer: Answer) -> list[int]:
-    """Return the bytes at which the bound is drawn: those of the smallest policy with as many rows."""
+    """Return the bytes at which the bound is drawn: the bytes of the smallest policy with as many rows."""
     return [
         min(size for (_, rows), size in answer.size_bytes.items() if rows == bound)
         for bound in sorted(answer.belady)

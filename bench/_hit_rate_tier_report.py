@@ -7,8 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
-
-from ._hit_rate_tiers import Stats, Training
+from tierstore.simulation import Stats, Training
 
 if TYPE_CHECKING:
     from tierstore.trace import Trace
@@ -88,7 +87,7 @@ def _summed(every: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def to_json(training: Training, ranks: list[Stats]) -> dict[str, Any]:
-    """Return hits and misses as plain values: those of ``stats()`` on each rank."""
+    """Return the hits and misses of ``stats()`` on each rank as plain values."""
     config = training.config
     return {
         "policy": training.policy,

@@ -47,8 +47,8 @@ def sharded_by_torchrec(
 ) -> nn.Module:
     """Shard an EmbeddingBagCollection of torchrec with SGD over the CPUs of all ranks.
 
-    Its input is torchrec's own KeyedJaggedTensor (:func:`as_theirs`). ``cuts`` maps torchrec's module
-    ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec is not installed.
+    The collection's input is torchrec's own KeyedJaggedTensor (:func:`as_theirs`). ``cuts`` maps torchrec's
+    module ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec is not installed.
     """
     with importing_torchrec():
         from torch.distributed.optim import _apply_optimizer_in_backward

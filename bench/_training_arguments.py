@@ -16,13 +16,19 @@ def add_training_arguments(parser: argparse.ArgumentParser, data: str, batch_siz
     group.add_argument("--max-rows", type=int, metavar="N", help="synthetic:criteo, criteo: cap of the rows")
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--batch-size", type=int, default=batch_size, metavar="N", help=f"(default: {batch_size})"
+        "--batch-size",
+        type=int,
+        default=batch_size,
+        metavar="N",
+        help=f"examples per step (default: {batch_size})",
     )
     training.add_argument(
         "--dim", type=int, default=dim, metavar="D", help=f"embedding dimension (default: {dim})"
     )
     training.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
-    training.add_argument("--seed", type=int, default=0, metavar="N")
+    training.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of data and initial values (default: 0)"
+    )
     training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
     return training
 

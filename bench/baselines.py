@@ -24,15 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training = add_training_arguments(parser, "flights", batch_size=1024, dim=32)
     training.add_argument("--steps", type=int, metavar="N", help="batches to train on (default: one epoch)")
     tiers = parser.add_argument_group("tiers of the system 'tiered'")
-    tiers.add_argument("--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables'")
-    tiers.add_argument("--store", metavar="DIR", help="folder of its row store (default: a temporary one)")
-    tiers.add_argument("--policy", default="lookahead", metavar="NAME")
+    tiers.add_argument(
+        "--hbm", default="1/37", metavar="SIZE", help="bytes, or a fraction of the tables' (default: 1/37)"
+    )
+    tiers.add_argument("--store", metavar="DIR", help="folder of the row store (default: a temporary one)")
+    tiers.add_argument(
+        "--policy", default="lookahead", metavar="NAME", help="eviction policy (default: lookahead)"
+    )
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
         "--systems",
         default=DEFAULT_SYSTEMS,
         metavar="A,B",
-        help=f"(default: {DEFAULT_SYSTEMS}; also: torch-dense)",
+        help=f"systems to train with (default: {DEFAULT_SYSTEMS}; also: torch-dense)",
     )
     measuring.add_argument(
         "--rounds", type=int, default=8, metavar="N", help="turns of each system (default: 8)"

@@ -17,10 +17,16 @@ _CHUNK = 1 << 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table (default: 1000000)")
-    parser.add_argument("--dim", type=int, default=64, help="(default: 64; rows of 272 bytes)")
+    parser.add_argument(
+        "--dim", type=int, default=64, help="embedding dimension (default: 64; rows of 272 bytes)"
+    )
     parser.add_argument("--changed", type=float, default=0.01, help="share that changes (default: 0.01)")
     parser.add_argument("--dense", type=int, default=1_000_000, help="dense parameters (default: 1000000)")
-    parser.add_argument("--engines", default="native,rocksdb,lmdb", help="(default: native,rocksdb,lmdb)")
+    parser.add_argument(
+        "--engines",
+        default="native,rocksdb,lmdb",
+        help="row stores to measure (default: native,rocksdb,lmdb)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="checkpoints; the median counts (default: 5)")
     parser.add_argument("--dir", type=folder, help="folder to work in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder on the drive to measure, or one on each of several drives that every rank's store is "
         "spread over (default: the temporary one)",
     )
-    parser.add_argument("--file-size", default="1GiB", help="of the file that is read (default: 1GiB)")
+    parser.add_argument("--file-size", default="1GiB", help="size of the file that is read (default: 1GiB)")
     parser.add_argument(
         "--queue-depth", type=int, default=128, help="reads in flight (default: 128, the store's)"
     )
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement (default: 1)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the machine (default: 1)")
     parser.add_argument(
         "--no-runtime",
@@ -92,8 +92,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def runtime_costs(measured: dict[str, Any]) -> dict[str, Any]:
     """Return what the CPU engine itself takes per row and byte, one thread computing.
 
-    They replace the rates of plain copies. ``measured``: all other fields; its notes get what a step takes
-    beside its rows.
+    These rates replace the rates of plain copies. ``measured``: all other fields; its notes get what a step
+    takes beside its rows.
     """
     from ._runtime_costs import one_thread, runtime_figures
 
@@ -118,7 +118,7 @@ def memory_bandwidth(seconds: float) -> float:
 
 
 def index_rate(seconds: float) -> float:
-    """Ids per second that one thread deduplicates, as the planner of a batch does."""
+    """Return the ids per second that one thread deduplicates, as the planner of a batch does."""
     from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 
     ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
@@ -133,7 +133,7 @@ def index_rate(seconds: float) -> float:
 
 
 def cuda_figures(seconds: float) -> dict[str, Any]:
-    """Device memory and link of the first GPU; nothing where there is none."""
+    """Measure the device memory and the link of the first GPU; return nothing where there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -29,19 +29,26 @@ from ._gpu_targets import comparisons, targets
 SUMMARY = "kernels, links, planning and training on one GPU: each part by itself, with a deadline"
 _LEAST = 5.0
 """Seconds in which no part can even begin."""
+_SAYING = 2.0
+_LINES = 60
+"""Lines of what a part that failed has said at last: of tracebacks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in fields(Sizes):
         name = one.name.replace("_", "-")
         parser.add_argument(
-            f"--{name}", type=int, default=one.default, metavar="N", help=f"(default: {one.default})"
+            f"--{name}",
+            type=int,
+            default=one.default,
+            metavar="N",
+            help=f"{one.metadata['help']} (default: {one.default})",
         )
     parser.add_argument(
         "--parts", default=",".join(PARTS), metavar="A,B", help="which parts (default: all of them)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=8.0, metavar="N", help="for all parts together (default: 8)"
+        "--minutes", type=float, default=8.0, metavar="N", help="minutes for all parts together (default: 8)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each part")
 
@@ -51,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = [name for name in args.parts.split(",") if name]
     if unknown := [name for name in chosen if name not in PARTS]:
         raise ConfigError(f"--parts: there is no {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if min(asdict(sizes).values()) < 1 or args.minutes <= 0:
+    if min(asdict(replace(sizes, host_gib=sizes.host_gib + 1)).values()) < 1 or args.minutes <= 0:
         raise ConfigError("sizes and --minutes must be positive")
     out = JsonFile(args.json) if args.json else None
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", ignore_cleanup_errors=True) as folder:
@@ -98,6 +105,8 @@ class _Run:
         self._write()
         print(f"{name}: {PARTS[name].summary}")
         for key, value in figures.items():
+            if key == "where":
+                value = f"{value[-1].strip()} (all of it is in the file of --json)"
             print(f"  {key:<32} {value:.4g}" if isinstance(value, float) else f"  {key:<32} {value}")
         sys.stdout.flush()
 
@@ -132,8 +141,12 @@ class _Run:
             figures, lines = _last_figures(said), _lines(errors)
         if code is None:
             figures["failed"] = f"not done after {deadline:.0f} s"
+        elif code < 0 and "failed" not in figures:
+            figures["failed"] = f"exit code {code}"
         elif code and "failed" not in figures:
             figures["failed"] = (lines or [f"exit code {code}"])[-1]
+        if code != 0 and lines:
+            figures["where"] = lines[-_LINES:]
         return {**figures, "seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -146,6 +159,9 @@ def _run(command: list[str], deadline: float, said: Any, errors: Any, folder: Pa
     try:
         return process.wait(deadline)
     except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGABRT)  # Python says where it hangs
+            process.wait(_SAYING)
         return None
     finally:
         with suppress(ProcessLookupError):

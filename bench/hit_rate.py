@@ -14,9 +14,9 @@ from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
     from cache_policies import Policy, PreparedTrace
+    from tierstore.simulation import Training
     from tierstore.trace import Trace
 
-    from ._hit_rate_tiers import Training
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
@@ -83,18 +83,22 @@ def _add_tiers(group: Any) -> None:
         help="fast memory: 64MiB, a share of the tables' bytes (1/37, 2.7%%), or all; simulate the tiers",
     )
     group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm, or such a share (default: 0)")
-    group.add_argument("--ssd", metavar="SIZE", help="0 for no store under them (default: auto)")
+    group.add_argument("--ssd", metavar="SIZE", help="cap of the store; 0 for no store (default: auto)")
     group.add_argument(
         "--plan", type=Path, metavar="JSON", help="a sharding plan: simulate every rank, with its bytes"
     )
     group.add_argument("--dim", metavar="D,D", help="embedding dimension, or one of each table (default: 32)")
-    group.add_argument("--optimizer", metavar="NAME", help="of the rows (default: rowwise-adagrad)")
+    group.add_argument("--optimizer", metavar="NAME", help="optimizer of the rows (default: rowwise-adagrad)")
     group.add_argument(
         "--read-ahead", metavar="SIZE", help="memory for rows read ahead, or such a share (default: auto)"
     )
     for tier in ("ssd", "uvm"):
-        group.add_argument(f"--{tier}-dtype", metavar="NAME", help=f"of weights in {tier} (default: fp32)")
-    group.add_argument("--state-dtype", metavar="NAME", help="of optimizer state there (default: fp32)")
+        group.add_argument(
+            f"--{tier}-dtype", metavar="NAME", help=f"dtype of weights in {tier} (default: fp32)"
+        )
+    group.add_argument(
+        "--state-dtype", metavar="NAME", help="dtype of optimizer state in lower tiers (default: fp32)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,15 +140,16 @@ def answer_all(args: argparse.Namespace) -> int:
 
 def answer_tiers(source: Trace, trainings: list[Training]) -> dict[str, Any]:
     """Simulate the tiers of each training, print hits and misses, and return them."""
+    from tierstore.simulation import of_rank_0, simulate_tiers
+
     from . import _hit_rate_report as report
     from . import _hit_rate_tier_report as tier_report
-    from ._hit_rate_tiers import simulate_tiers
 
     with report.progress() as bars:
-        found = [
-            simulate_tiers(source, training, bars(f"simulating {training.policy}", source.num_batches))
-            for training in trainings
-        ]
+        found = []
+        for training in trainings:
+            shown = bars(f"simulating {training.policy}", source.num_batches)
+            found.append(simulate_tiers(source, training, of_rank_0(shown)))
     for training, ranks in zip(trainings, found, strict=True):
         tier_report.show(source, training, ranks)
     pairs = zip(trainings, found, strict=True)

@@ -27,17 +27,24 @@ _FBGEMM_OPTIMIZERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", type=int, default=26, help="(default: 26)")
+    parser.add_argument("--tables", type=int, default=26, help="number of tables (default: 26)")
     parser.add_argument("--rows", type=int, default=100_000, help="rows per table (default: 100000)")
-    parser.add_argument("--dim", type=int, default=64, help="(default: 64)")
-    parser.add_argument("--batch-size", type=int, default=2048, help="(default: 2048)")
+    parser.add_argument("--dim", type=int, default=64, help="embedding dimension (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=2048, help="examples per batch (default: 2048)")
     parser.add_argument("--pooling-factor", type=int, default=4, help="ids per bag (default: 4)")
     parser.add_argument(
         "--dtype", default="fp32", choices=TABLE_DTYPES, help="measure tables of this dtype, too"
     )
-    parser.add_argument("--optimizer", default="rowwise_adagrad", choices=sorted(optim.OPTIMIZERS))
+    parser.add_argument(
+        "--optimizer",
+        default="rowwise_adagrad",
+        choices=sorted(optim.OPTIMIZERS),
+        help="optimizer of the rows (default: rowwise_adagrad)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of either library (default: 2)")
-    parser.add_argument("--rounds", type=int, default=7, help="the median of all batches counts (default: 7)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds; the median of all batches counts (default: 7)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
 
 

@@ -33,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="synthetic:criteo", help="data set (default: synthetic:criteo)")
     parser.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
     parser.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
-    parser.add_argument("--batch-size", type=int, default=65_536, metavar="N", help="(default: 65536)")
+    parser.add_argument(
+        "--batch-size", type=int, default=65_536, metavar="N", help="examples per batch (default: 65536)"
+    )
     parser.add_argument(
         "--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables' (default: 1/37)"
     )
-    parser.add_argument("--policy", default="lookahead", metavar="NAME", help="(default: lookahead)")
+    parser.add_argument(
+        "--policy", default="lookahead", metavar="NAME", help="eviction policy (default: lookahead)"
+    )
     parser.add_argument(
         "--threads", default="1,2", metavar="A,B", help="numbers of threads, in turns (default: 1,2)"
     )

@@ -29,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", help="heading of the result (default: the command)")
     parser.add_argument("--conditions", help='such as "quiet", or the load of the machine')
     parser.add_argument("--note", action="append", default=[], help="a sentence to read the figures with")
-    parser.add_argument("--to", type=Path, default=RESULTS, metavar="DIR", help="default: bench/results")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="folder of the results (default: bench/results)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,16 +15,23 @@ SUMMARY = "time a step of a sharded EmbeddingBagCollection (gloo, CPU), and torc
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
-        "--cuts", default="table_wise,row_wise,column_wise", metavar="A,B", help="(default: all three)"
+        "--cuts",
+        default="table_wise,row_wise,column_wise",
+        metavar="A,B",
+        help="sharding types to measure (default: all three)",
     )
-    parser.add_argument("--tables", type=int, default=26, metavar="N", help="(default: 26)")
+    parser.add_argument("--tables", type=int, default=26, metavar="N", help="number of tables (default: 26)")
     parser.add_argument(
-        "--rows", type=int, default=100_000, metavar="N", help="rows a table (default: 100000)"
+        "--rows", type=int, default=100_000, metavar="N", help="rows per table (default: 100000)"
     )
-    parser.add_argument("--dim", type=int, default=64, metavar="D", help="(default: 64)")
-    parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="per rank (default: 1024)")
+    parser.add_argument("--dim", type=int, default=64, metavar="D", help="embedding dimension (default: 64)")
+    parser.add_argument(
+        "--batch-size", type=int, default=1024, metavar="N", help="examples per rank (default: 1024)"
+    )
     parser.add_argument("--pooling-factor", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps (default: 30)")
+    parser.add_argument(
+        "--steps", type=int, default=30, metavar="N", help="steps that are measured (default: 30)"
+    )
     parser.add_argument(
         "--precision", default="fp32", metavar="P", help="precision of sent vectors: fp32, bf16, fp16"
     )

@@ -231,8 +231,8 @@ def _memory(trainee: Trainee) -> dict[str, int]:
 
 
 def _losses(trainee: Trainee, memory: Trainee) -> dict[str, Any]:
-    """Return how the losses differ from those of training in memory: whether at all, if rows are the same
-    bits everywhere."""
+    """Return how the losses differ from the losses of training in memory: whether at all, if rows are the
+    same bits everywhere."""
     pairs = list(zip(trainee.system.losses, memory.system.losses, strict=True))
     config = trainee.system.embeddings.engine.config
     if config.lower_format.is_wide:

@@ -1,4 +1,4 @@
-"""The miss-ratio curve of a table from those of its shards of rows.
+"""The miss-ratio curve of a table from the curves of its shards of rows.
 
 An LRU cache holds the rows that were used in its last T batches, whatever their shard (Denning, "The working
 set model for program behavior", 1968). So a cache of the whole table is one of all shards with the same T. A

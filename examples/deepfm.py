@@ -23,7 +23,7 @@ from tierstore.integrations.torchmetrics import click_metrics
 
 
 class Trained(nn.Module):
-    """DeepFM with its loss. It returns the loss and the probabilities of clicks."""
+    """DeepFM with its loss. The forward pass returns the loss and the probabilities of clicks."""
 
     def __init__(self, data: Dataset, config: tierstore.TierConfig) -> None:
         super().__init__()

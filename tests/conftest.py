@@ -6,6 +6,8 @@ Files that take longest are begun first, so that no process is alone with one at
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,15 @@ def _missing() -> str:
     except GpuError as error:
         return str(error)
     return ""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m cuda`` import no file without such checks: other files need packages that a machine which is
+    lent for its GPU may lack."""
+    if config.option.markexpr != "cuda" or not collection_path.match("test_*.py"):
+        return None
+    marked = re.search(r"^pytestmark = .*pytest\.mark\.cuda", collection_path.read_text(), re.MULTILINE)
+    return None if marked else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.source_files import FILES, ROOT, imports, layer_of, module_name, python_files, syntax
 
 # What each layer may import of this project, beside itself; the order is the table's, lowest first.
 BASICS = {"errors", "config", "folders", "keys", "initializers", "row_format"}
@@ -43,6 +42,19 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
+    "simulation": BASICS
+    | {
+        "cache",
+        "data",
+        "modules",
+        "optim",
+        "pipeline",
+        "placement",
+        "planner",
+        "sharding",
+        "sparse",
+        "trace",
+    },
     "models": BASICS | {"sparse", "optim", "modules", "data"},
 }
 # The mirror of torchrec, which imports torchrec itself, too: both are called "torchrec" here.
@@ -86,18 +98,6 @@ LIKE_TORCH = {
 TYPED = ("cache", "cuda", "modules", "store")
 MAX_ANY = 29
 
-# Packages that use what another keeps private: benchmarks for makers measure as those for users do.
-PART_OF = {"bench.research": "bench"}
-
-# What torch, NumPy, numba, lmdb or Python keep private, and nothing public tells.
-_OTHERS = """
-_C _Database _are_functorch_transforms_active _asdict _cache _current_autograd_node _disable_dynamo
-_execution_engine _get_active_ddp_module _get_backend _getframe _init_from_local_shards_and_global_metadata
-_is_owned _mmap _modules _parameters _rebuild_buckets _register_effectful_op _scale _sleep _timeout _version
-_will_engine_execute_node
-"""
-OTHERS_PRIVATE = set(_OTHERS.split())
-
 # Folders of csrc: what each may include of the others.
 CORE_INCLUDES = {
     "common": set(),
@@ -108,46 +108,6 @@ CORE_INCLUDES = {
     "store": {"common", "kernels", "cache", "io"},
     "bindings": {"common", "kernels", "cache", "io", "store"},
 }
-
-
-def python_files() -> list[Path]:
-    return sorted(p for top in ("tierstore", "cache_policies", "bench") for p in (ROOT / top).rglob("*.py"))
-
-
-def layer_of(module: str) -> str:
-    """The layer of a dotted module name; for a module outside the project its top-level name."""
-    parts = module.split(".")
-    if parts[0] == "tierstore":
-        return parts[1] if len(parts) > 1 else "tierstore"
-    return {"tierstore_bench": "bench"}.get(parts[0], parts[0])
-
-
-def module_name(path: Path) -> str:
-    parts = list(path.relative_to(ROOT).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def syntax(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-def package_of(path: Path) -> str:
-    name = module_name(path)
-    return name if path.name == "__init__.py" else name.rpartition(".")[0]
-
-
-@functools.cache
-def imports(path: Path) -> list[tuple[str, str]]:
-    """Module and name of each ``from module import name``, at any depth; "" of each ``import module``."""
-    package, found = package_of(path).split("."), []
-    for node in syntax(path):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(module, alias.name) for alias in node.names]
-    return found
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -198,9 +158,6 @@ def test_names_of_modules_are_found(tmp_path: Path) -> None:
     assert named_modules(path) == {"tierstore.planner.planner", "tierstore.store.native"}
 
 
-FILES = {module_name(path): path for path in python_files()}
-
-
 def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
     """Modules of ``files``, by name, that a file imports. Imports for type checking count."""
     found = set()
@@ -244,72 +201,6 @@ def test_files_import_in_no_circle() -> None:
 def test_tests_import_in_no_circle() -> None:
     files = {module_name(path): path for path in (ROOT / "tests").rglob("*.py")}
     assert not circles({module: imported_files(path, files) for module, path in files.items()})
-
-
-def test_packages_keep_what_is_private() -> None:
-    """A name or module that begins with an underscore is for the files of its own folder."""
-    found = set()
-    for importer, path in FILES.items():
-        for module, name in imports(path):
-            parts = f"{module}.{name}".replace("tierstore_bench", "bench").split(".")
-            private = [i for i, part in enumerate(parts) if part.startswith("_") and part[:2] != "__"]
-            if not private or layer_of(module) not in EVERYTHING | {"bench"} or "_core" in parts:
-                continue
-            owner = ".".join(parts[: private[0]])
-            if package_of(FILES[owner]) not in (package_of(path), PART_OF.get(package_of(path))):
-                found.add((importer, ".".join(parts)))
-    assert not found, "import public names"
-
-
-def private_attributes(path: Path) -> set[str]:
-    """Private attributes that a file asks of other objects than ``self``, ``getattr`` included."""
-    found = set()
-    for node in syntax(path):
-        if isinstance(node, ast.Attribute):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
-                found.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
-            found |= {str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)}
-    return {name for name in found if name.startswith("_") and name[:2] != "__"}
-
-
-def defined_names(path: Path) -> set[str]:
-    """Names that a file gives: to functions and classes, variables and fields, and attributes of ``self``."""
-    found = set()
-    for node in syntax(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
-    return found
-
-
-def test_packages_ask_objects_of_others_for_nothing_private() -> None:
-    defined: dict[str, set[str]] = {}
-    for path in FILES.values():
-        defined.setdefault(package_of(path), set()).update(defined_names(path))
-    found = {
-        f"{importer}: {name}"
-        for importer, path in FILES.items()
-        for name in private_attributes(path) - defined[package_of(path)] - OTHERS_PRIVATE
-    }
-    assert not found, "ask for something public"
-    assert not OTHERS_PRIVATE - set().union(*map(private_attributes, FILES.values()))
-
-
-def test_private_attributes_are_found(tmp_path: Path) -> None:
-    path = tmp_path / "asks.py"
-    path.write_text(
-        "class Asks:\n"
-        "    def __init__(self, other):\n"
-        "        self._own = other._theirs\n"
-        "        self.inner = getattr(other.inner, '_hidden')\n"
-        "        self.inner._deep = other.__class__\n"
-    )
-    assert private_attributes(path) == {"_theirs", "_hidden", "_deep"}
-    assert defined_names(path) == {"Asks", "__init__", "_own", "inner"}
 
 
 def test_constructors_take_few_parameters() -> None:

@@ -46,10 +46,8 @@ if TYPE_CHECKING:
         accumulate,
         offload,
     )
-    from tierstore.pipeline.prefetch import (
-        PrefetchPipeline,
-        prefetch,
-    )
+    from tierstore.pipeline.prefetch import prefetch
+    from tierstore.pipeline.prefetch_pipeline import PrefetchPipeline
     from tierstore.placement import Job, ShardingPlan
     from tierstore.sparse import (
         JaggedTensor,
@@ -91,10 +89,8 @@ _HOME = {
         "accumulate",
         "offload",
     ],
-    "pipeline.prefetch": [
-        "PrefetchPipeline",
-        "prefetch",
-    ],
+    "pipeline.prefetch": ["prefetch"],
+    "pipeline.prefetch_pipeline": ["PrefetchPipeline"],
     "sparse": [
         "JaggedTensor",
         "KeyedJaggedTensor",

@@ -97,9 +97,9 @@ class TableOverride:
     """Rule of the initial values, as the module's ``init``."""
     seed: int | None = None
     hbm: int | str | None = None
-    """Bytes of ``hbm`` for this table alone, metadata included: it never has fewer or more. With room for all
-    of its rows no row ever leaves. None: the table shares the bytes that such tables leave, unless it is so
-    small that it is kept whole."""
+    """Bytes of ``hbm`` for this table alone, metadata included: the table never has fewer or more bytes. With
+    room for all rows of the table no row ever leaves. None: the table shares the bytes that such tables
+    leave, unless it is so small that it is kept whole."""
     uvm: int | str | None = None
     """The same of ``uvm``."""
     stochastic_rounding: bool | None = None
@@ -129,21 +129,21 @@ class TierConfig:
 
     - ``device``: where ``hbm`` is, and kernels work: "cpu", "cuda" (torch's current GPU; of sharded tables
       the one with the rank's LOCAL_RANK) or "cuda:1". None: the device that a module is built with, else the
-      CPU. On a GPU the rows of ``hbm`` are in its memory; their metadata, which the budget counts, too, is in
-      the host's.
+      CPU. On a GPU the rows of ``hbm`` are in the GPU's memory; their metadata, which the budget counts, too,
+      is in the host's memory.
     - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below:
       ``uvm`` and ``ssd`` are then 0, and no other size is accepted for them.
-    - ``uvm``: host memory below it, 0 for none.
+    - ``uvm``: host memory below ``hbm``, 0 for none.
     - ``uvm_kind``: how a GPU reaches ``uvm``: "pinned", host memory that is locked and registered with the
       driver, or "managed", CUDA's managed memory, which is kept on the host, and may not be more than the
       GPU has free.
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
-    - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.
-      A list of folders, one on each of several devices, spreads the store over them (native engine): reads
-      and writes of all devices add up. The first folder is the store's own; the others hold shares of the
-      rows. Give all of them whenever the store is opened; one more folder adds a device. ``ssd`` caps them
-      together.
+    - ``path``: folder of the store, in a folder that exists; ``None`` means a temporary one, deleted on
+      close. A list of folders, one on each of several devices, spreads the store over them (native engine):
+      reads and writes of all devices add up. The first folder is the store's own; further folders hold shares
+      of the rows. Give all folders whenever the store is opened; one more folder adds a device. ``ssd`` caps
+      them together.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
     - ``policy``: which rows leave a memory tier: a name of ``cache_policies``, "module:Class" or a policy
       object.
@@ -157,8 +157,8 @@ class TierConfig:
       than the same bytes of ``uvm`` or ``hbm`` would, chosen after stated lookups. The memory is taken as
       the window has use for it.
     - ``ssd_dtype``, ``uvm_dtype``: how the store and ``uvm`` hold weights of float32 tables: "fp32", "bf16",
-      "fp16" or "int8" (with a step and an offset per row). In ``hbm`` they are float32. ``uvm_dtype`` is
-      "fp32" or ``ssd_dtype``. Tables of float16 or bfloat16 have their dtype in every tier.
+      "fp16" or "int8" (with a step and an offset per row). In ``hbm`` these weights are float32.
+      ``uvm_dtype`` is "fp32" or ``ssd_dtype``. Tables of float16 or bfloat16 have their dtype in every tier.
     - ``state_dtype``: how the store holds optimizer state, "fp32" or "bf16"; ``uvm`` does the same if its
       dtype is the store's.
     - ``stochastic_rounding``: round up or down at random, so that numbers are right on average (True), or to
@@ -175,7 +175,7 @@ class TierConfig:
       takes it for id 0 and warns once, "ignore" takes it for id 0.
     - ``index``: how the native store finds rows. ``"hash"`` takes up to 12 bytes per stored row.
       ``"compact"`` takes 3 to 4 bytes per row in ranges of which 3/8 of the ids are stored. ``"auto"``:
-      compact for tables of 4,194,304 stored rows or more. Each opening may choose anew.
+      compact for tables of 65,536 stored rows or more. Each opening may choose anew.
     """
 
     hbm: int | str = "64MiB"

@@ -8,7 +8,7 @@ class TierStoreError(Exception):
 
 
 class ConfigError(TierStoreError, ValueError):
-    """A configuration that cannot work; the message says what would."""
+    """A configuration that cannot work; the message says what would work."""
 
 
 class DeviceFullError(ConfigError):
@@ -20,7 +20,8 @@ class InputError(TierStoreError, ValueError):
 
 
 class StoreMismatchError(TierStoreError):
-    """A directory holds another table, row layout, optimizer or engine than asked for; it is untouched."""
+    """A directory holds another table, row layout, optimizer or engine than asked for; the directory is
+    untouched."""
 
 
 class StoreLockedError(TierStoreError):
@@ -45,7 +46,8 @@ class TierFullError(TierStoreError, MemoryError):
 
 
 class PolicyFaultError(TierStoreError, RuntimeError):
-    """A policy broke its contract, as by evicting a pinned slot; the message names it. No row was lost."""
+    """A policy broke its contract, as by evicting a pinned slot; the message names the slot. No row was
+    lost."""
 
 
 class ClosedError(TierStoreError, RuntimeError):

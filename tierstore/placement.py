@@ -104,6 +104,15 @@ class TablePlacement:
     stochastic_rounding: bool | None = None
     bounds_check: str | None = None
 
+    def __str__(self) -> str:
+        name = f"{self.module}.{self.name}" if self.module else self.name
+        ranks = ", ".join(str(shard.rank) for shard in self.shards)
+        sizes = {
+            tier: sum(getattr(s, f"{tier}_bytes") for s in self.shards) for tier in ("hbm", "uvm", "ssd")
+        }
+        text = ", ".join(f"{tier} {size:,} bytes" for tier, size in sizes.items() if size)
+        return f"{name}: {self.sharding_type.value} on {ranks}; {text or 'bytes of the configuration'}"
+
 
 @dataclass(frozen=True)
 class ShardingPlan:
@@ -124,6 +133,15 @@ class ShardingPlan:
         for table in self.tables:
             result.setdefault(table.module, {})[table.name] = table
         return result
+
+    def get_plan_for_module(self, module_path: str) -> dict[str, TablePlacement] | None:
+        """Return the placements of a module's tables by their names, as torchrec's plans do; None if the
+        module has no table."""
+        return self.plan.get(module_path)
+
+    def __str__(self) -> str:
+        """Return a line for every table: what scripts that print their plan show."""
+        return "\n".join([f"plan of {self.world_size} ranks", *map(str, self.tables)])
 
     def table(self, name: str) -> TablePlacement:
         """Return the placement of the table called ``name``. Raises ConfigError when the plan has none."""

@@ -1,4 +1,4 @@
-"""Validation of the planner, for its makers: ``python -m tierstore_bench.research.NAME``."""
+"""Measurements that only the makers of tierstore need: ``python -m tierstore_bench.research.NAME``."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ Case = tuple[nn.Module, list[tuple[Any, ...]], Callable[[Any], Sequence[Tensor]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--features", type=int, default=26, help="of the collections (default: 26)")
-    parser.add_argument("--batch-size", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--dim", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--features", type=int, default=26, help="features of the collections (default: 26)")
+    parser.add_argument("--batch-size", type=int, default=4, help="examples per batch (default: 4)")
+    parser.add_argument("--dim", type=int, default=4, help="embedding dimension (default: 4)")
     parser.add_argument("--rounds", type=int, default=30, help="the best one counts (default: 30)")
     parser.add_argument("--eval", action="store_true", help="measure forward passes of frozen modules")
     parser.add_argument("--compiled", metavar="BACKEND", help="measure modules compiled by it (inductor)")

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tierstore.planner import EmbeddingShardingPlanner, MissCurve, Popularity, TableSpec, Topology
-from tierstore.planner.solver import Solution
 from tierstore.planner.tables import TableStats
 from tierstore.result_file import JsonFile
 
 from . import Results, main
 from .bound import optimum, relaxed
+from .their_plan import our_plan
 
 _MACHINES = [(1, 2), (1, 3), (2, 2), (1, 4)]
 _BATCH = 256
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     ratios = [against_optimum(seed) for seed in range(args.cases)]
     known = [ratio for ratio in ratios if ratio is not None]
-    bounded, large = solved(8, large_tables(100, 1)), solved(16, large_tables(1000))
+    bounded = our_plan(large_tables(100, 1), large_topology(8), batch_size=4096)
+    large = our_plan(large_tables(1000), large_topology(16), batch_size=4096)
     figures = {
         **{"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)},
         **{"optimum.median": float(np.median(known)), "optimum.worst": max(known)},
@@ -85,23 +87,25 @@ def large_topology(hosts: int) -> Topology:
 
 
 def large_tables(count: int, seed: int = 0) -> list[TableSpec]:
-    """Return tables like a large recommender's: rows from thousands to hundreds of millions."""
+    """Return tables like a large recommender's, with thousands to hundreds of millions of rows."""
     random = np.random.default_rng(seed)
+    return drawn_tables(random, (10 ** random.uniform(3, 8.6) for _ in range(count)), (64, 128), 0.7)
+
+
+def drawn_tables(
+    random: np.random.Generator, rows: Iterable[float], dims: Sequence[int], least_skew: float
+) -> list[TableSpec]:
+    """Return a table for each number of rows; its dimension, bags and popularity are drawn."""
     return [
         TableSpec(
             f"t{i}",
-            int(10 ** random.uniform(3, 8.6)),
-            int(random.choice([64, 128])),
-            pooling_factor=float(10 ** random.uniform(0, 1.5)),
-            popularity=Popularity(float(random.uniform(0.7, 1.2)), float(random.uniform(0, 100))),
+            int(count),
+            int(random.choice(dims)),
+            pooling_factor=float(np.round(10 ** random.uniform(0, 1.5), 1)),
+            popularity=Popularity(float(random.uniform(least_skew, 1.2)), float(random.uniform(0, 100))),
         )
-        for i in range(count)
+        for i, count in enumerate(rows)
     ]
-
-
-def solved(hosts: int, tables: list[TableSpec]) -> Solution:
-    """Return our plan of ``tables`` for hosts of eight ranks."""
-    return EmbeddingShardingPlanner(large_topology(hosts), batch_size=4096).solve(tables)
 
 
 if __name__ == "__main__":

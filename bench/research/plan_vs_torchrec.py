@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.errors import ConfigError
-from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
+from tierstore.planner import TableSpec, Topology, Workload
 from tierstore.result_file import JsonFile
 
 from . import Results, main
 from .cluster import Simulation
-from .their_plan import their_plan, with_our_tiers
+from .plan import drawn_tables
+from .their_plan import our_plan, their_plan, with_our_tiers
 
 _BATCH_SIZE, _DEPTH, _BATCHES = 1024, 4, 40
 MACHINES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "8 ranks": (1, 8), "2 hosts x 4": (2, 4)}
@@ -34,17 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
-    print(f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in")
     pairs = []
     for count, machine, sizes, hbm in itertools.product(args.tables, MACHINES, SIZES, _HBM):
         tables = model(count, sizes)
         machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
         pair = compared(tables, machines)
         pairs.append({"tables": count, "machine": machine, "sizes": sizes, "hbm": hbm, **pair})
-        theirs = f"{pair['theirs'] * 1e3:>7.3f} ms {pair['ratio']:>6.3f}"
-        steps = f"{pair['ours'] * 1e3:>7.3f} ms {pair['why'] or theirs:>17}"
-        planned = f"{pair['ours_plan_s']:.2f} s, {pair['theirs_plan_s']:.2f} s"
-        print(f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {steps}  {planned}", flush=True)
+        seconds = f"ours {pair['ours']:.6f} s, torchrec's {pair['theirs']:.6f} s {pair['why']}"
+        print(f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {seconds}", flush=True)
     ratios = [pair["ratio"] for pair in pairs if pair["ratio"]]
     figures = {
         "pairs": len(ratios),
@@ -61,11 +58,9 @@ def compared(tables: Sequence[TableSpec], machines: Topology) -> dict[str, Any]:
     ``theirs`` and ``ratio`` are 0 where torchrec has no plan; ``why`` says why.
     """
     work = Workload(_BATCH_SIZE, depth=_DEPTH)
-    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=2.0).solve(tables)
-    if ours.caches.missing:
-        raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
+    ours = our_plan(tables, machines, workload=work, search_seconds=2.0)
     start = time.perf_counter()
-    plans = their_plan(tables, machines, _BATCH_SIZE)
+    plans = their_plan(ours.problem)
     seconds = {"ours_plan_s": ours.seconds, "theirs_plan_s": time.perf_counter() - start}
     theirs = None if plans is None else with_our_tiers(plans, ours)
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
@@ -75,26 +70,17 @@ def compared(tables: Sequence[TableSpec], machines: Topology) -> dict[str, Any]:
 
 
 def model(count: int, sizes: str) -> list[TableSpec]:
-    """Tables with rows from thousands to tens of millions, or one that is nearly everything."""
+    """Return tables with thousands to tens of millions of rows, or with nearly all rows in one table."""
     random = np.random.default_rng([count, SIZES.index(sizes), 0])
     rows = 10 ** random.uniform(3, 7.5, count)
     if sizes == "one giant":
         rows = np.minimum(rows, 1e6)
         rows[0] = 6e7
-    return [
-        TableSpec(
-            f"t{i}",
-            int(rows[i]),
-            int(random.choice([32, 64, 128])),
-            pooling_factor=float(np.round(10 ** random.uniform(0, 1.5), 1)),
-            popularity=Popularity(float(random.uniform(0.8, 1.2)), float(random.uniform(0, 100))),
-        )
-        for i in range(count)
-    ]
+    return drawn_tables(random, rows, (32, 64, 128), 0.8)
 
 
 def machines_for(tables: Sequence[TableSpec], hosts: int, per_host: int, hbm: float) -> Topology:
-    """Device memory for a share of the tables (and room beside), host memory for twice all of them."""
+    """Return machines with device memory for a share of the tables, and host memory for twice all tables."""
     total = sum(table.rows * (table.row_bytes() + 60) for table in tables)
     per_rank = int(hbm * total / hosts / per_host) + (1 << 28)
     return Topology(hosts, per_host, per_rank, int(2 * total / hosts) + (8 << 30), "30TB")

@@ -1,4 +1,4 @@
-"""torchrec's planner asked for a plan, and its cuts and ranks in our words."""
+"""Our planner and torchrec's are asked for a plan; torchrec's cuts and ranks in our words."""
 
 from __future__ import annotations
 
@@ -8,24 +8,36 @@ from dataclasses import replace
 from typing import Any
 
 from tierstore.errors import ConfigError
-from tierstore.planner import ParameterConstraints, TableSpec, Topology
+from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, TableSpec, Topology
 from tierstore.planner.costs import Problem
 from tierstore.planner.options import Placed, options_of
 from tierstore.planner.solver import Solution, divided
 from tierstore.planner.topology import ASSUMED_RATES
 
 
+def our_plan(tables: Sequence[TableSpec], machines: Topology, **options: Any) -> Solution:
+    """Return the solution of our planner with these options. Raises ConfigError if the tables do not fit."""
+    ours = EmbeddingShardingPlanner(machines, **options).solve(tables)
+    if ours.caches.missing:
+        raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
+    return ours
+
+
 def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None:
-    """torchrec's cuts and ranks with our division of the memories, which can only help them; None if they do
-    not fit. ``ours``: a solution for the same tables and machine."""
+    """Return torchrec's cuts and ranks with our division of the memories, which can only make them faster.
+
+    The result is None if they do not fit. ``ours``: a solution for the same tables and machine.
+    """
     placed = [placed_as(ours.problem, i, theirs[table.name]) for i, table in enumerate(ours.problem.tables)]
     found = divided(ours.problem, placed)
     return None if found.caches.missing else found
 
 
-def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int) -> dict[str, Any] | None:
-    """ParameterSharding by table name; None where torchrec's planner finds no plan. Raises ConfigError where
-    torchrec is not installed."""
+def their_plan(problem: Problem) -> dict[str, Any] | None:
+    """Return torchrec's ParameterSharding by table name, or None where torchrec's planner finds no plan.
+
+    Raises ConfigError where torchrec is not installed.
+    """
     from .._torchrec import collection_on_meta, importing_torchrec
 
     with importing_torchrec():
@@ -35,7 +47,7 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
         from torchrec.distributed.planner import Topology as TheirTopology
         from torchrec.distributed.planner.types import PlannerError
 
-    module = collection_on_meta(tables)
+    tables, machines = problem.tables, problem.topology
     fast = machines.hbm_bw
     if machines.device == "cpu":  # an arena in host memory; what was fitted may count its bytes by the row
         fast = min(fast, ASSUMED_RATES["cpu"]["hbm_bw"])
@@ -52,13 +64,13 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
             intra_host_bw=machines.intra_host_bw / 1e3,
             inter_host_bw=machines.inter_host_bw / 1e3,
         ),
-        batch_size=batch_size,
+        batch_size=problem.work.batch_size,
         constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
         debug=False,
     )
     sharder: Any = EmbeddingBagCollectionSharder()
     try:
-        (by_table,) = planner.plan(module, [sharder]).plan.values()
+        (by_table,) = planner.plan(collection_on_meta(tables), [sharder]).plan.values()
     except PlannerError:
         return None
     finally:

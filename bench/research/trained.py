@@ -30,10 +30,9 @@ from scipy.stats import kendalltau
 import tierstore
 from tierstore import TierConfig, optim
 from tierstore.cache.engine import Table
-from tierstore.errors import ConfigError
 from tierstore.initializers import constant
 from tierstore.placement import ShardingPlan
-from tierstore.planner import EmbeddingShardingPlanner, Workload
+from tierstore.planner import Workload
 from tierstore.planner.planner import plan_of
 from tierstore.planner.solver import Solution
 from tierstore.result_file import JsonFile, option_errors
@@ -45,7 +44,7 @@ from .._ranks import on_ranks
 from .._rounds import chosen, due, read_records
 from .._runtime_costs import load_zeros, one_thread, planning_seconds
 from . import Results, main, training
-from .their_plan import their_plan, with_our_tiers
+from .their_plan import our_plan, their_plan, with_our_tiers
 from .training import Budget, Case, Data, Job, Model, dense_seconds
 
 ByCase, Records = Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]
@@ -124,16 +123,14 @@ def plans_of(case: Case, rates: Mapping[str, Any], search_seconds: float, dense:
     ahead = {"depth": training.DEPTH, "window": training.WINDOW, "read_ahead": training.READ_AHEAD}
     work = Workload(case.batch_size, dense_seconds=dense, **ahead)
     options = {"workload": work, "stats": Data(case).stats(), "search_seconds": search_seconds}
-    ours = EmbeddingShardingPlanner(machine, **options).solve(case.specs())
-    if ours.caches.missing:
-        raise ConfigError(f"the tables do not fit: {ours.caches.missing}")
+    ours = our_plan(case.specs(), machine, **options)
     result = {OURS: _described(ours)}
     if case.ranks == 1:
         return result
-    theirs, notes = their_plan(ours.problem.tables, machine, case.batch_size), []
+    theirs, notes = their_plan(ours.problem), []
     if theirs is None:
         larger, notes = replace(machine, host_memory_per_host=1 << 40), ["torchrec has no plan"]
-        theirs = their_plan(ours.problem.tables, larger, case.batch_size)
+        theirs = their_plan(replace(ours.problem, topology=larger))
     cuts = None if theirs is None else with_our_tiers(theirs, ours)
     return result if cuts is None else {**result, THEIR_CUTS: {**_described(cuts), "notes": notes}}
 
@@ -149,10 +146,8 @@ def _described(solution: Solution) -> dict[str, Any]:
 
 
 def _train(case: Case, plan: dict[str, Any], warm: int, steps: int) -> Any:
-    """Return, per step after ``warm`` ones, seconds of the slowest rank, CPU seconds and rows of all.
-
-    Also what other processes took of the machine (``others``), and the loss at the end.
-    """
+    """Return, per step after ``warm`` steps, seconds of the slowest rank, CPU seconds and rows of all ranks,
+    what other processes took of the machine (``others``), and the loss at the end."""
     one_thread()
     neighbours = Neighbours(lambda value: _over_ranks("cpu", value))
     with job_of(case, plan, warm + steps + training.WINDOW + training.DEPTH + 2) as job:
@@ -214,8 +209,8 @@ def _over_ranks(name: str, value: float) -> float:
 
 
 def compared(plans: ByCase, records: Records) -> dict[str, dict[str, dict[str, Any]]]:
-    """By case and way: medians per step of the rounds that other processes left alone (of all where they left
-    none), and our seconds over theirs."""
+    """Return, by case and plan, medians per step of the rounds that no other process disturbed (of all rounds
+    if each was disturbed), and the seconds of our plan over the seconds of that plan."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
     for name, ways in plans.items():
         for by in ways:
@@ -253,18 +248,12 @@ def summary(cases: ByCase, plans: ByCase, records: Records) -> dict[str, float]:
 
 
 def _print(cases: ByCase, plans: ByCase) -> None:
-    """Print a line for every plan; misses and reads are predicted/measured."""
-    form = "{:<20} {:<16} {:>24} {:>10} {:>18} {:>18} {:>8} {:>13}"
-    titles = "case", "plan", "ms (of processes)", "predicted", "misses", "reads", "cpu", "ours over it"
-    print(form.format(*titles))
+    """Print a line for every plan; ``--json`` has what else is known of it."""
     for name, ways in cases.items():
         for by, found in ways.items():
-            plan, steps = plans[name][by], [1e3 * seconds for seconds in found["steps"]]
-            step = f"{1e3 * found['step']:.1f} ({min(steps):.1f} to {max(steps):.1f})"
-            rows = [f"{plan[n]:,.0f}/{found[n]:,.0f}" for n in ("misses", "reads")]
-            predicted, cpu = f"{1e3 * plan['predicted']:.1f}", f"{1e3 * found['cpu']:.1f}"
-            line = form.format(name, by, step, predicted, *rows, cpu, f"{found['ratio']:.2f}")
-            print(line, *plan.get("notes", ()))
+            plan, ratio = plans[name][by], f"ours over it {found['ratio']:.2f}"
+            step = f"{1e3 * found['step']:.1f} ms, {1e3 * plan['predicted']:.1f} ms predicted"
+            print(f"{name:<20} {by:<16} {step:>32}, {ratio}", *plan.get("notes", ()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ namespace tierstore {
 
 struct IndexForm {
   static constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
-  static constexpr std::uint64_t kAuto = 1 << 22;
+  static constexpr std::uint64_t kAuto = 1 << DenseRanges::kRangeBits;
 
   std::uint64_t dense_from = kAuto;  // rows of a table
   unsigned range_bits = DenseRanges::kRangeBits;

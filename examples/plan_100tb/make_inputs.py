@@ -23,7 +23,7 @@ POOLING_FACTORS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 
 
 
 def tables() -> list[dict]:
-    """Mappings for ``tierstore plan --tables``."""
+    """Make the mappings for ``tierstore plan --tables``."""
     size = TableSpec("row", 1, DIM, optimizer="rowwise_adagrad").row_bytes()
     small = sum(rows for rows in ROWS if rows < 40_000_000) * size
     scaled = int((TOTAL - small) / size / ROWS.count(40_000_000))

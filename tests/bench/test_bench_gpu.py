@@ -52,7 +52,8 @@ def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 OPENED = 'print(\'{"gpu": "G", "max_rows": 7, "table_rows": 9, "scale": 0.25}\')'
-SLEEPS = "import time; print('{\"a\": 1}', flush=True); print('{\"a\"', flush=True); time.sleep(60)"
+SLEEPS = "import faulthandler as f, time; f.enable(); print('{\"a\": 1}', flush=True); "
+SLEEPS += "print('{\"a\"', flush=True); time.sleep(60)"
 
 Ran = Callable[..., dict[str, Any]]
 
@@ -86,7 +87,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(ran: Ran) -> None:
         "open": OPENED,
         "bits": SLEEPS,
         "kernels": "print('{\"a\": 2}'); raise SystemExit('out of memory')",
-        "link": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "link": "import faulthandler as f, os; f.enable(); os.kill(os.getpid(), 11)",
         "batches": "print('hello'); print('{\"a\": 1.5}')",
         "hbm": "import json, sys; print(json.dumps({'given': json.loads(sys.argv[1])['max_rows']}))",
     }
@@ -94,6 +95,8 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(ran: Ran) -> None:
     assert (parts["bits"]["a"], parts["bits"]["failed"]) == (1, "not done after 3 s")
     assert (parts["kernels"]["a"], parts["kernels"]["failed"]) == (2, "out of memory")
     assert parts["link"]["failed"] == "exit code -11"
+    for name in ("bits", "link"):  # where it hangs, and where it has crashed
+        assert any("line 1 in <module>" in line for line in parts[name]["where"])
     assert parts["batches"]["a"] == 1.5
     assert "failed" not in parts["batches"]
     assert parts["hbm"]["given"] == 7  # the tables that fit

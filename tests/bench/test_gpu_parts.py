@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,9 +35,11 @@ def wall(call: Callable[[], object], finish: Callable[[], object]) -> float:
 
 
 class Ticking:
-    """A CUDA event, at a time that passes by one millisecond per event."""
+    """A CUDA event, at a time that passes by one millisecond per event. The host must have waited for events
+    whose times it asks for; ``done``: up to which one it has."""
 
     clock = itertools.count()
+    done = -1
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -44,7 +47,15 @@ class Ticking:
     def record(self, stream: object = None) -> None:
         self.at = next(self.clock)
 
+    def synchronize(self) -> None:
+        Ticking.done = max(self.done, self.at)
+
+    @classmethod
+    def synchronize_all(cls) -> None:
+        cls.done = next(cls.clock)
+
     def elapsed_time(self, end: Ticking) -> float:
+        assert max(self.at, end.at) <= self.done, "device not ready"
         return float(end.at - self.at)
 
 
@@ -53,7 +64,7 @@ def fake_cuda() -> Iterator[None]:
     """What benchmarks use of torch.cuda beside what modules do."""
     with (
         fake_torch("random", seed=2),
-        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.cuda, "synchronize", Ticking.synchronize_all),
         mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
         mock.patch.object(torch.cuda, "Event", Ticking),
         mock.patch.object(torch.cuda, "ExternalStream", lambda handle: handle),
@@ -98,6 +109,16 @@ def test_the_gpu_is_opened() -> None:
         found = all_of(_gpu_rows.opening(SIZES))
     assert found["gpu"] == "a GPU"
     assert found["table_bytes"] <= 0.7 * found["free_bytes"]
+
+
+def test_the_hosts_memory_may_be_named() -> None:
+    with fake_cuda():
+        found = all_of(_gpu_rows.opening(replace(SIZES, host_gib=3)))
+        assert found["host_free_bytes"] == 3 << 30
+    more = Setting(replace(SIZES, host_gib=3), Path())
+    with mock.patch.object(_gpu_systems.tierstore, "EmbeddingBagCollection") as made:
+        _gpu_systems.SYSTEMS["uvm"](more)
+    assert made.call_args.kwargs["config"].overcommit
 
 
 def test_bits_are_compared() -> None:
@@ -279,5 +300,6 @@ def test_a_part_prints_what_it_has_found_when_it_fails(
 
     with mock.patch.dict(_gpu_parts.PARTS, bits=_gpu_parts.Part("", 1, fails)):
         assert _gpu_parts.main("bits", setting) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said == ['{"a": 1}', '{"a": 1, "failed": "RuntimeError: out of memory"}']
+    out, where = capsys.readouterr()
+    assert out.splitlines() == ['{"a": 1}', '{"a": 1, "failed": "RuntimeError: out of memory"}']
+    assert 'raise RuntimeError("out of memory\\n")' in where

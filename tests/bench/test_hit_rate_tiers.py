@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import tierstore
 from bench import hit_rate
-from bench._hit_rate_tiers import Stats, Training, share_of, simulate_tiers, table_rows
 from cache_policies import PolicyError
 from tests.sharding.ranks import run as run_ranks
 from tierstore import EmbeddingBagConfig, TableOverride, TierConfig, optim
@@ -33,6 +32,7 @@ from tierstore.sharding import (
     row_wise,
     table_wise,
 )
+from tierstore.simulation import Stats, Training, batches_of, share_of, simulate_tiers, table_rows
 from tierstore.trace import Trace, open_trace
 
 ROWS = 4000
@@ -76,7 +76,7 @@ def counted(stats: Stats) -> dict[str, Any]:
 
 
 def assert_equal(trace: Trace, training: Training) -> Stats:
-    (simulated,) = simulate_tiers(trace, training, lambda batches: None)
+    (simulated,) = simulate_tiers(trace, training, lambda *_: None)
     live = trained(trace, training)
     assert counted(simulated) == counted(live)
     return simulated
@@ -150,7 +150,7 @@ def test_small_tables_that_stay():
     trace = open_trace_of(ids, 60)
     config = TierConfig(hbm="256KiB", engine="memory", depth=1, window=4)
     training = Training(small, config, optim.Adam(lr=0.01))
-    (simulated,) = simulate_tiers(trace, training, lambda batches: None)
+    (simulated,) = simulate_tiers(trace, training, lambda *_: None)
     assert simulated["tables"]["small"]["tiers"]["hbm"]["holds_all"]
     assert counted(simulated) == counted(trained_on_ids(trace, training))
 
@@ -164,8 +164,6 @@ def open_trace_of(ids: dict[str, np.ndarray], batch_size: int) -> Trace:
 
 
 def trained_on_ids(trace: Trace, training: Training) -> Stats:
-    from bench._hit_rate_tiers import batches_of
-
     return trained(replace(trace, training=lambda: (Sparse(batch) for batch in batches_of(trace))), training)
 
 
@@ -186,11 +184,11 @@ def test_budgets_divided_by_use():
     trace, tables = open_trace_of(ids, 16), configs((32, 16))
     tables = [replace(table, num_embeddings=count) for table, count in zip(tables, rows, strict=True)]
     training = Training(tables, config, optim.SGD(lr=0.01))
-    (simulated,) = simulate_tiers(trace, training, lambda batches: None)
+    (simulated,) = simulate_tiers(trace, training, lambda *_: None)
     assert counted(simulated) == counted(trained_on_ids(trace, training))
     begun = [
         group["slots"]
-        for stats in simulate_tiers(first_batches(trace, 10), training, lambda batches: None)
+        for stats in simulate_tiers(first_batches(trace, 10), training, lambda *_: None)
         for group in stats["groups"].values()
     ]
     assert begun != [group["slots"] for group in simulated["groups"].values()]
@@ -229,7 +227,7 @@ def assert_ranks_equal(plan: ShardingPlan, folder: Path, **fields: Any) -> list[
     live = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(plan.world_size)]
     tables = configs(tuple(table.embedding_dim for table in plan.tables))
     training = Training(tables, replace(RANK_CONFIG, **fields), optim.RowWiseAdagrad(lr=0.01), plan)
-    simulated = simulate_tiers(source(tables=len(tables)), training, lambda batches: None)
+    simulated = simulate_tiers(source(tables=len(tables)), training, lambda *_: None)
     assert [json.loads(json.dumps(counted(stats))) for stats in simulated] == live
     return simulated
 
@@ -277,7 +275,7 @@ def test_a_rank_that_fails_ends_all_ranks():
     ids[350] = ROWS
     trace = open_trace_of({"t0": ids, "t1": ids}, 50)
     with pytest.raises(InputError, match="id 4000 at position 0 is out of range") as raised:
-        simulate_tiers(trace, Training(tables, RANK_CONFIG, optim.SGD(lr=0.1), plan), lambda batches: None)
+        simulate_tiers(trace, Training(tables, RANK_CONFIG, optim.SGD(lr=0.1), plan), lambda *_: None)
     assert not isinstance(raised.value, RankError)
 
 

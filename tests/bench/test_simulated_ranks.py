@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from bench._simulated_tables import Ranks, run_ranks
+from tierstore.simulation.tables import Ranks, run_ranks
 
 
 def test_an_interrupt_ends_the_threads_of_all_ranks() -> None:

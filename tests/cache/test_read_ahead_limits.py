@@ -89,3 +89,35 @@ def test_a_lookup_that_lacks_more_rows_than_there_is_room_for_is_read_in_part(ri
     rig.plan(1, 1, 3)
     rig.wait_idle()
     assert rig.find(*EVEN) == {}
+
+
+def test_a_round_goes_on_early_while_there_is_room(rig: Rig) -> None:
+    keys = [range(2 * seq, 960, 240) for seq in range(36)]  # four rows each, all over the places
+    for seq in range(36):
+        rig.announce(seq, *keys[seq])
+    early = []
+    for seq in range(30):
+        rig.plan(seq, *keys[seq])
+        rig.wait_idle()
+        with rig.lock:
+            early.append(rig.ahead._rounds - rig.ahead._horizon.due)
+            if rig.ahead._room() < rig.ahead.max_rows * read_ahead._ROOMY:
+                assert early[-1] <= 0.01
+        assert rig.ahead.memory_bytes() <= rig.max_bytes
+    assert 0.1 < max(early) <= read_ahead._EARLY + 0.01
+    assert not rig.ahead._is_awaited()  # no later plan waits for a round
+
+
+@pytest.mark.parametrize(("free", "early"), [(9, False), (10, True)])
+def test_only_a_round_with_room_is_early(free: int, early: bool, rig: Rig) -> None:
+    for seq in range(9):
+        rig.announce(seq, *range(2 * seq, 960, 240))
+    rig.plan(0, *range(0, 960, 240))
+    rig.wait_idle()
+    with rig.lock:
+        kept = max(0, rig.ahead._room() - free)
+        rig.keep(2, dict.fromkeys(range(1, 2 * kept, 2), 5))
+        rig.ahead._horizon.due = rig.ahead._rounds  # no part of a round is due
+        assert rig.ahead._has_room()
+        assert rig.ahead._room() == free
+        assert (rig.ahead._way() > 0) is early

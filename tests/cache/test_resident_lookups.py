@@ -127,14 +127,14 @@ def test_rows_are_not_found_before_they_are_filled(monkeypatch: pytest.MonkeyPat
         expected = oracle(ids).detach()
     with build(CONFIGS["over a store"], ADAGRAD, DIMS) as module:
         group = module.engine.groups[0]
-        fill, filling = group._fill, threading.Event()
+        fill, filling = group._moves.fill, threading.Event()
 
         def slowly(*arguments: Any) -> None:
             filling.set()
             time.sleep(0.3)
             fill(*arguments)
 
-        monkeypatch.setattr(group, "_fill", slowly)
+        monkeypatch.setattr(group._moves, "fill", slowly)
         other = threading.Thread(target=lambda: module(ids))
         other.start()
         assert filling.wait(20)
@@ -153,7 +153,7 @@ def test_a_fill_that_fails_leaves_the_tier_usable(monkeypatch: pytest.MonkeyPatc
             def fails(*_: Any) -> None:
                 raise MemoryError
 
-            patch.setattr(group, "_fill", fails)
+            patch.setattr(group._moves, "fill", fails)
             with pytest.raises(MemoryError):
                 module(batches[0])
         for ours, theirs in zip(train(module, batches * 2), expected, strict=True):

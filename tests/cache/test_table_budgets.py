@@ -89,6 +89,18 @@ def test_what_a_table_is_promised_it_has() -> None:
         assert table["resident_rows"] == table["row_misses"] == 2000
 
 
+def test_rows_are_loaded_within_the_slots_of_their_table() -> None:
+    """Half of all slots at a time is more than a table beside larger ones has; the rest overflowed."""
+    rows = [3000, 20_000]
+    tables = {"t0": TableOverride(hbm=bytes_for(100, row_bytes(8), "lookahead"))}
+    with build(TierConfig(hbm="1MiB", engine="memory", tables=tables), rows, [8, 8]) as module:
+        values = torch.rand(3000, 8)
+        module.load_rows(torch.arange(3000), values, table="t0")
+        assert module.stats()["tables"]["t0"]["tiers"]["hbm"]["slots"] == 100
+        assert module.stats()["overflow_rows"] == 0
+        assert torch.equal(module.rows(torch.arange(3000), "t0"), values)
+
+
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "s3_fifo"])
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (2, 6)])
 @pytest.mark.parametrize("least_slots_of_a_lane", [1 << 16, 100, 16])

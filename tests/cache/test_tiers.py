@@ -127,7 +127,7 @@ def find(tier: Tier, ids: Any, table: int = 0) -> dict[int, tuple[int, bool]]:
 
 
 class Lower:
-    """What a tier hands down, by ids."""
+    """What a tier demotes, by ids."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses
@@ -254,7 +254,7 @@ def test_sizes_and_ends(tier: Tier) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_of_calls(tier: Tier, seed: int) -> None:
-    """Against a dictionary: of each row the newest version is here or was handed down, in one place."""
+    """Against a dictionary: of each row the newest version is here or was demoted, in one place."""
     rng = random.Random(seed)
     here: dict[int, tuple[int, bool]] = {}
     for seq in range(60):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -90,6 +91,17 @@ def test_numbers(words: list[str], action: Any, bad: str, capsys: pytest.Capture
     said = capsys.readouterr().err
     assert code == 2
     assert f"argument {'/'.join(action.option_strings)}" in said if usage else f"error: {option} is " in said
+
+
+def test_every_argument_says_what_it_is() -> None:
+    """A help begins with a word for the thing: not with a default, nor with what the thing belongs to."""
+    silent = {
+        f"{' '.join(words)} {action.option_strings or action.metavar}"
+        for words, parser in parsers()
+        for action in parser._actions
+        if re.match(r"(\(|of |or |for |default|$)", action.help or "")
+    }
+    assert not silent
 
 
 def test_there_are_numbers_and_results_to_check() -> None:

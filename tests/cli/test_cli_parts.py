@@ -36,6 +36,7 @@ from tierstore.cli.trainer import Schedule
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
 from tierstore.result_file import JsonFile
+from tierstore.simulation import Counts
 
 
 class TestBudget:
@@ -286,6 +287,7 @@ class TestJsonFile:
         check = f"""
 from pathlib import Path
 from tierstore.result_file import JsonFile
+from tierstore.simulation import Counts
 for _ in range(3000):
     JsonFile(Path({str(file)!r})).write({{"auc": 0.5}})
 """
@@ -323,11 +325,11 @@ def test_first_uses_of_rows_are_counted_beside_the_misses_that_a_plan_predicts()
     for first in range(0, 2000, 100):
         bag(torch.arange(first, first + 100).view(10, 10)).sum().backward()
     begin = Sample.of(trainer)
-    assert begin.tables == {"t": (2000, 2000, 2000)}
+    assert begin.tables == {"t": Counts(2000, 2000, 0, 2000)}
     for first in (0, 5000):  # lru has dropped the oldest rows
         bag(torch.arange(first, first + 100).view(10, 10)).sum().backward()
     end = replace(Sample.of(trainer), batches=2)
-    assert end.tables == {"t": (2200, 2200, 2100)}
+    assert end.tables == {"t": Counts(2200, 2200, 0, 2100)}
     plan = ShardingPlan((TablePlacement("t", ShardingType.TABLE_WISE, ()),), 1, 1)
     found = Predicted.measured(PlanFile(plan), 10, [(begin, end)])
     assert found is not None

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +28,10 @@ FOR_CHECKS = ["setuptools>=77", "pybind11>=3.0", "pytest>=8", "pytest-timeout>=2
 SECONDS = 180
 """Of one function, with all of its parameters: the longest compiles 156 parts of the kernels first, which
 takes 60 s of a processor by NVRTC 13.0."""
+LEAST_SECONDS = 30
+"""Of a function after others have hung: each of these divides the time by three, since what is hung once
+hangs again, and must not take the time of all others."""
+_SAYING = 3
 
 
 def requirements() -> list[str]:
@@ -62,6 +67,19 @@ def lacks(version_of: Callable[[str], str] = metadata.version) -> list[str]:
     return found
 
 
+_IMPORTS = "import numba, numpy, psutil, pybind11, scipy, safetensors, torch, yaml; print(torch.version.cuda)"
+
+
+def broken(command: Sequence[str] = (sys.executable, "-c", _IMPORTS)) -> list[str]:
+    """Return what is here and of no use, in words: packages that do not go together, such as NumPy and numba,
+    and torch for CPUs."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return [f"the Python packages cannot be imported: {said[-1]}"]
+    return ["torch is built for CPUs alone"] if done.stdout.strip() == "None" else []
+
+
 def checks() -> list[str]:
     """Return the test functions that want a GPU, as pytest names them."""
     found = []
@@ -77,16 +95,17 @@ def run(names: Sequence[str], out: Path, minutes: float, command: Sequence[str])
     """Run each check by ``command``; write its output and all outcomes so far to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, str] = {}
-    end = time.monotonic() + 60 * minutes
+    end, hung = time.monotonic() + 60 * minutes, 0
     for name in names:
         begin = time.monotonic()
-        left = min(float(SECONDS), end - begin)
+        left = min(SECONDS, max(SECONDS / 3**hung, LEAST_SECONDS), end - begin)
         function = name.partition("::")[2]
         outcomes[name] = (
             "not begun: no time was left"
             if left <= 0
             else _outcome([*command, name], left, out / f"{function}.txt")
         )
+        hung += any(word in outcomes[name] for word in ("not done", "Timeout"))
         (out / "checks.json").write_text(json.dumps(outcomes, indent=2) + "\n")
         print(f"{time.monotonic() - begin:6.1f} s  {function}: {outcomes[name]}", flush=True)
     return outcomes
@@ -100,12 +119,12 @@ def _outcome(command: Sequence[str], seconds: float, said: Path) -> str:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                return f"not done after {seconds:.0f} s, and hangs in the driver"
-            return f"not done after {seconds:.0f} s"
+            for number in (signal.SIGABRT, signal.SIGKILL):  # pytest says at the first one where it hangs
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(_SAYING)
+            hangs = "" if process.returncode is not None else ", and hangs in the driver"
+            return f"not done after {seconds:.0f} s{hangs}"
     lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
     last = lines[-1].strip("= ") if lines else "no output"
     return last if code == 0 else f"FAILED ({code}): {last}"
@@ -118,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help="for all checks (default: 9)")
     parser.add_argument("--only", default="", metavar="TEXT", help="checks whose names have this text")
     given = parser.parse_args(arguments)
-    missing = lacks()
+    missing = lacks() or broken()
     for line in missing:
         print(line)
     if given.needs or missing:

@@ -29,6 +29,8 @@ from tierstore.modules import gradient_hooks
 _kept: dict[int, torch.UntypedStorage] = {}
 """Memory whose addresses kernels may still use, by its number in torch."""
 _keeping = threading.RLock()
+_OF_GPU = 1 << 62
+"""Is added to addresses of the GPU's memory, so that the host cannot read or write there."""
 
 
 def finish() -> None:
@@ -109,7 +111,7 @@ class GpuTensor(torch.Tensor):
     def data_ptr(self) -> int:
         _touched([self], write=True)
         _keep(self.inner)
-        return self.inner.data_ptr()
+        return self.inner.data_ptr() and self.inner.data_ptr() + _OF_GPU
 
     def cpu(self, *_: Any) -> torch.Tensor:
         return moved(self, torch.device("cpu"), None)
@@ -253,12 +255,12 @@ def _addresses_of_gpu_tensors() -> Iterator[None]:
 
     def checked(plain: Any, before: int) -> Any:
         def call(self: CudaRows, *given: Any, **more: Any) -> Any:
-            addresses = [one for one in given[before:] if isinstance(one, int) and one > 4096]
+            there = [one - _OF_GPU if isinstance(one, int) and one > 4096 else one for one in given[before:]]
             with _keeping:
                 known = [(one.data_ptr(), one.nbytes()) for one in _kept.values()]
-            for address in addresses:
+            for address in (one for one in there if isinstance(one, int) and not 0 <= one <= 4096):
                 assert any(begin <= address <= begin + size for begin, size in known), "memory of the host"
-            return plain(self, *given, **more)
+            return plain(self, *given[:before], *there, **more)
 
         return call
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import tierstore
 from tests.cuda.test_modules_on_gpu import ADAM, CONFIG, DIM, ROWS, collection, ints, keyed, same
 from tierstore import ConfigError, GpuError, InputError, TierConfig, TierFullError, checkpoint, optim
 from tierstore.modules import TieredEmbeddingBag
+from tierstore.sharding import DistributedModelParallel
 
 ALL = torch.arange(ROWS)
 OPTIMIZERS: dict[str, optim.OptimizerSpec] = {
@@ -179,11 +181,33 @@ def memory_comes_back(_: Path, device: str) -> None:
         assert free - device_of_rows.memory()[0] < 24 << 20
 
 
+def a_sharded_model_of_one_rank_trains(folder: Path, device: str) -> None:
+    """As a job of one GPU does, whose dense gradients would go by NCCL."""
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo"
+    dist.init_process_group(backends, init_method=f"file://{folder / 'ranks'}", rank=0, world_size=1)
+    try:
+        results = []
+        for where in (None, device):
+            sparse = nn.Sequential(collection(device="meta"))
+            with DistributedModelParallel(sparse, device=where or "cpu", config=CONFIG) as model:
+                found = []
+                for number in range(6):
+                    out = model(keyed(number)).values()
+                    out.square().sum().backward()
+                    found.append(out.detach().cpu())
+                assert out.device == torch.device(where or "cpu")
+                results.append([*found, *(value.cpu() for value in model.state_dict().values())])
+        same(*results)
+    finally:
+        dist.destroy_process_group()
+
+
 RUNS: dict[str, Callable[[Path, str], None]] = {
     run.__name__.replace("_", " "): run
     for run in (
         a_checkpoint_is_restored, a_forked_child_leaves_the_tables_alone, two_modules_take_turns,
         wrong_ids_are_named_before_anything_changes, what_does_not_fit_is_refused, memory_comes_back,
+        a_sharded_model_of_one_rank_trains,
     )
 }  # fmt: skip
 

@@ -23,10 +23,32 @@ def test_every_check_of_a_gpu_is_run() -> None:
     assert "tests/cuda/test_on_gpu.py::test_kernels_have_the_bits_of_the_host" in check_gpu.checks()
 
 
+def test_checks_need_no_package_of_other_tests() -> None:
+    """``pytest -m cuda`` where packages that tierstore is compared with are missing."""
+    program = """
+import sys
+for name in ("torchrec", "fbgemm_gpu", "lightning", "accelerate", "sklearn", "rocksdict", "lmdb"):
+    sys.modules[name] = None
+import pytest
+raise SystemExit(pytest.main(["-m", "cuda", "--collect-only", "-p", "no:cacheprovider"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert " error" not in done.stdout, done.stdout
+    wanted = re.search(r"(\d+) checks want a GPU and did not run", done.stdout)
+    collected = re.search(r"(\d+) tests collected", done.stdout)
+    found = wanted or collected
+    assert found, done.stdout + done.stderr
+    assert int(found[1]) > 150
+
+
 PROGRAMS = {
     "t::passes": "print('== 3 passed in 1s ==')",
     "t::crashes": "import os; print('half', flush=True); os.abort()",
-    "t::hangs": "import time; print('begun', flush=True); time.sleep(60)",
+    "t::hangs": "import faulthandler as f, time; f.enable(); print('begun', flush=True); time.sleep(60)",
+    "t::times_out": "print('+++ Timeout +++'); raise SystemExit(1)",
+    "t::hangs_too": "import time; time.sleep(60)",
     "t::fails": "print('1 failed, 2 passed'); raise SystemExit(1)",
     "t::last": "print('1 passed')",
 }
@@ -36,6 +58,7 @@ def test_a_check_that_hangs_or_crashes_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_gpu, "SECONDS", 3)
+    monkeypatch.setattr(check_gpu, "LEAST_SECONDS", 2)
     program = f"import sys; exec({PROGRAMS!r}[sys.argv[1]])"
     out = tmp_path / "out"
     found = check_gpu.run(list(PROGRAMS), out, 1, [sys.executable, "-c", program])
@@ -43,11 +66,40 @@ def test_a_check_that_hangs_or_crashes_leaves_the_others(
     assert found["t::passes"] == "3 passed in 1s"
     assert found["t::crashes"].startswith("FAILED (-6): half")
     assert found["t::hangs"] == "not done after 3 s"
+    assert found["t::hangs_too"] == "not done after 2 s"
     assert found["t::fails"] == "FAILED (1): 1 failed, 2 passed"
     assert found["t::last"] == "1 passed"
-    assert (out / "hangs.txt").read_text() == "begun\n"
+    said = (out / "hangs.txt").read_text()
+    assert said.startswith("begun\n")
+    assert 'File "<string>", line 1 in <module>' in said  # where it hangs
     found = check_gpu.run(["t::passes"], out, 0, [sys.executable, "-c", program])
     assert found == {"t::passes": "not begun: no time was left"}
+
+
+def test_those_that_hang_leave_time_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nine minutes are enough for some check of every file, whichever hang."""
+    given: list[float] = []
+
+    def outcome(command: object, seconds: float, said: Path) -> str:
+        given.append(seconds)
+        return f"not done after {seconds:.0f} s" if len(given) < 9 else "1 passed"
+
+    monkeypatch.setattr(check_gpu, "_outcome", outcome)
+    check_gpu.run([f"t::{number}" for number in range(20)], tmp_path, 9, [])
+    assert [round(seconds) for seconds in given] == [180, 60, *[30] * 18]
+    assert sum(given[:9]) <= 9 * 60
+
+
+def test_what_is_here_and_of_no_use_is_said() -> None:
+    def said(program: str) -> list[str]:
+        return check_gpu.broken([sys.executable, "-c", program])
+
+    assert said("print('13.0')") == []
+    assert said("print(None)") == ["torch is built for CPUs alone"]
+    assert said("raise ImportError('Numba needs NumPy 2.3 or less. Got NumPy 2.5.')") == [
+        "the Python packages cannot be imported: ImportError: Numba needs NumPy 2.3 or less. Got NumPy 2.5."
+    ]
+    assert check_gpu.broken() in ([], ["torch is built for CPUs alone"])
 
 
 def test_what_is_missing_is_said() -> None:

@@ -6,6 +6,7 @@ loads, and no fused multiply-add, which would change bits.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.cuda import args
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.source import HEADERS, MAIN
 
@@ -162,6 +164,26 @@ def test_ptx_keeps_the_bits(compiled: Compiled) -> None:
         # The processor widens half precision, and nothing narrows it but our rounding.
         converts = set(re.findall(r"cvt\.\S*f16\S*", body))
         assert converts == ({"cvt.f32.f16"} if part.weights == "fp16" else set())
+
+
+_ARGUMENTS = {
+    "move_rows": args.MoveRowsArgs,
+    "init_rows": args.InitRowsArgs,
+    "bag_shares": args.BagSharesArgs,
+    "lookup_pooled": args.LookupPooledArgs,
+    "lookup_rows": args.LookupRowsArgs,
+    "weight_grads": args.WeightGradsArgs,
+    **dict.fromkeys(("update_cold", "update_pieces", "update_hot"), args.UpdateArgs),
+}
+
+
+def test_arguments_are_as_large_as_the_hosts(compiled: Compiled) -> None:
+    """The host gives the driver an address alone, and the driver reads as much as the kernel declares."""
+    declared = re.findall(r"\.param \.align (\d+) \.b8 (\w+)_param_0\[(\d+)\]", compiled.ptx)
+    assert {name: (int(align), int(size)) for align, name, size in declared} == {
+        name: (ctypes.alignment(_ARGUMENTS[name]), ctypes.sizeof(_ARGUMENTS[name]))
+        for name in _kernels(compiled.part)
+    }
 
 
 def test_a_thread_reads_four_words_before_it_writes_one(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import tierstore
 from tests.cuda import fake_torch as fakes
 from tests.cuda.fake_streams import fake_streams
 from tests.cuda.fake_torch import fake_torch
-from tests.cuda.test_modules_on_gpu import ADAM, CONFIG, DIM, ROWS, ints, said_once, same
+from tests.cuda.test_modules_on_gpu import ADAM, CONFIG, DIM, ROWS, collection, ints, said_once, same
 from tierstore import PrefetchPipeline, TieredEmbeddingBag, offload
 from tierstore.modules import base
 from tierstore.pipeline.host_ids import HostIds
+from tierstore.sparse import KeyedJaggedTensor
 
 STEPS = 8
 __all__ = ["said_once"]
@@ -153,6 +154,93 @@ def test_ids_stay_on_the_host(kind: str, inputs: Any, by: str, caplog: pytest.Lo
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+class Joined(nn.Module):
+    """Makes a keyed jagged tensor of plain tensors of the batch, of which it takes ``bounds``: "lengths" or
+    "offsets"; ``weights`` are its too."""
+
+    def __init__(self, device: str | None, bounds: str, weighted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.bags = collection(weighted, device)
+        self.top = nn.Linear(3, 1).to(device or "cpu")
+        self.bounds, self.weighted = bounds, weighted
+
+    def features(self, batch: Any) -> KeyedJaggedTensor:
+        more = {"weights": batch["weights"]} if self.weighted else {}
+        return KeyedJaggedTensor(["a", "b"], batch["ids"], **{self.bounds: batch[self.bounds]}, **more)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        pooled = self.bags(self.features(batch)).values().square().sum(1)
+        out = (self.top(batch["dense"]).sum(1) + pooled) * batch["label"]
+        return out.sum(), out
+
+
+def plain_batches() -> Iterator[dict[str, Tensor]]:
+    """The second batch has no ids."""
+    for step in range(STEPS):
+        lengths = ints(8, seed=step, below=5) * (step != 1)
+        n = int(lengths.sum())
+        yield {
+            "ids": ints(n, seed=step), "lengths": lengths, "dense": torch.full((4, 3), float(step)),
+            "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            "weights": torch.linspace(0, 1, n), "label": torch.arange(4),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["train", "frozen", "eval"])
+@pytest.mark.parametrize("inputs", ["given", "learned"])
+@pytest.mark.parametrize(("bounds", "weighted"), [("lengths", False), ("offsets", False), ("offsets", True)])
+def test_parts_of_a_keyed_jagged_tensor_stay_together(
+    bounds: str, weighted: bool, inputs: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether their lookups are made ahead, or by the forward call alone."""
+
+    def run(device: str | None) -> list[Tensor]:
+        model = Joined(device, bounds, weighted).train(mode != "eval")
+        if mode == "frozen":
+            model.bags.requires_grad_(False)
+        given = {"bags": lambda batch: model.features(batch)} if inputs == "given" else None
+        pipeline = PrefetchPipeline(model, None, device or "cpu", depth=2, window=3, inputs=given)
+        source = plain_batches()
+        found = [pipeline.progress(source).detach().cpu() for _ in range(STEPS)]
+        pipeline.close()
+        found += [value.detach().cpu() for value in model.state_dict().values()]
+        model.bags.close()
+        return found
+
+    expected = run(None)
+    caplog.clear()
+    with fake_torch("random", seed=3), fake_streams() as streams, moves() as copies:
+        found = run("cuda:0")
+        assert streams.wrong == []
+    same(found, expected)
+    assert "ids" not in caplog.text.replace("is not prefetched", "")
+    down = [shape for where, shape, dtype in copies if where == "cpu" and dtype == torch.int64]
+    assert len(down) <= 2 * (inputs == "learned")  # of the first batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_stay_on_the_host_in_an_evaluation(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch shows what is looked up, though nothing is trained."""
+
+    def run(device: str | None) -> list[Tensor]:
+        model = Model(device).eval()
+        pipeline = PrefetchPipeline(model, None, device or "cpu", depth=2, window=3)
+        source = batches(kind)
+        found = [pipeline.progress(source).cpu() for _ in range(STEPS)]
+        pipeline.close()
+        model.bag.close()
+        return found
+
+    expected = run(None)
+    with fake_torch("random", seed=3), fake_streams() as streams, moves() as copies:
+        same(run("cuda:0"), expected)
+        assert streams.wrong == []
+    down = [shape for where, shape, dtype in copies if where == "cpu" and dtype == torch.int64]
+    assert sorted(down) == [(4,), (20,)]  # of the first batch
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 class Columns(nn.Module):
     """Plain layers of torch, each of which has a column of the ids."""
 
@@ -226,3 +314,4 @@ def test_tensors_without_plain_memory_are_no_ids() -> None:
     nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     for leaf in (sparse, nested, torch.arange(4, device="meta")):
         assert not ids.are_all_of(leaf)
+        assert not HostIds([leaf.clone()]).are_all_of(leaf)

@@ -29,7 +29,7 @@ from tierstore.modules import (
     TieredEmbeddingBag,
     offload,
 )
-from tierstore.modules.inputs import _say_that_ids_are_copied
+from tierstore.modules.inputs import warn_of_copied_ids
 from tierstore.sparse import KeyedJaggedTensor
 
 ROWS, DIM = 200, 8
@@ -39,7 +39,7 @@ ADAM = optim.Adam(lr=0.05)
 
 @pytest.fixture(autouse=True)
 def said_once() -> None:
-    _say_that_ids_are_copied.cache_clear()
+    warn_of_copied_ids.cache_clear()
 
 
 def ints(*shape: int, seed: int = 0, below: int = ROWS) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.cuda.module_runs import (
     DTYPES,
@@ -27,6 +28,7 @@ from tests.cuda.module_runs import (
 from tests.cuda.test_modules_on_gpu import MODULES, ints, model_trained, same, trained
 from tests.cuda.test_training_on_fake_gpu import CONFIGS
 from tests.cuda.test_training_on_fake_gpu import trained as trained_with
+from tierstore.sharding.gpu_groups import GpuGroups
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(90)]
 GPU = "cuda:0"
@@ -118,6 +120,19 @@ def test_a_model_trains() -> None:
     """Its dense layers are not the host's, bit for bit."""
     for ours, theirs in zip(model_trained(GPU), model_trained(None), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_nccl_moves_vectors(tmp_path: Path) -> None:
+    """In a job that has gloo alone, as far as one GPU shows it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1)
+    try:
+        group = GpuGroups(lambda backend: dist.new_group(backend=backend)).of("vectors")
+        for n in (0, 1000):
+            given, out = torch.rand(n, device=GPU), torch.zeros(n, device=GPU)
+            dist.all_to_all_single(out, given, [n], [n], group=group, async_op=True).wait()
+            assert torch.equal(out, given)
+    finally:
+        dist.destroy_process_group()
 
 
 def compiled_run(compiles: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The contracts that docs/design.md prints are those of the code: of row stores, and of policies."""
+"""Pages keep promises: docs/design.md has the contracts of the code, README.md begins with the hardware."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def test_hooks_of_a_policy() -> None:
     (text,) = [text for text in BLOCKS if "(void* state," in text]
     printed = re.findall(r"^\w+ +(\w+) *\(void\* state,", text, flags=re.MULTILINE)
     assert printed == [*cache_policies.Policy.hook_names(), "admit"]
+
+
+def test_the_first_ten_lines_say_which_hardware_runs_what() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:10]
+    rows = [line for line in first if line.startswith("|")]
+    assert rows[0] == "| hardware | today |"
+    assert [row.split(" ")[1] for row in rows[2:]] == ["CPU", "GPU"]

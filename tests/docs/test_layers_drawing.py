@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.test_layers import (
-    PROJECT_IMPORTS,
-    ROOT,
-    core_files,
-    imported_modules,
-    layer_of,
-    module_name,
-    python_files,
-)
+from tests.source_files import ROOT, layer_of, module_name, python_files
+from tests.test_layers import PROJECT_IMPORTS, core_files, imported_modules
 
 
 def lines_of(part: int) -> dict[str, int]:

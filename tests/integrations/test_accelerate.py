@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
+from accelerate.state import GradientState
 
 import tierstore
 from tests.integrations.trainings import Model, assert_equal, dense_optimizer, loader, plain_loop, result
@@ -92,6 +94,26 @@ def test_what_would_act_on_dense_gradients_alone_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="no model is prepared"):
         Accelerator(cpu=True).save_state(str(tmp_path / "state"))
     model.bag.close(commit=False)
+
+
+def test_and_with_accelerates_own_class(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, batches = accelerator.prepare(Model(tmp_path / "rows"), loader())
+    updates = model.bag.fused_optimizer
+    try:
+        with accelerator.accumulate(model):
+            loss = model(next(iter(batches)))
+            with pytest.raises(ConfigError, match="of Accelerate would act on dense parameters alone"):
+                accelerator.backward(loss)
+        assert updates.num_updates == 0
+        with tierstore.accumulate(model):
+            for _, ids in zip(range(2), batches, strict=False):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(ids))
+        assert updates.num_updates == 1
+    finally:
+        GradientState._reset_state()
+        model.bag.close(commit=False)
 
 
 def test_without_accelerate_the_error_says_what_to_install() -> None:

@@ -166,6 +166,24 @@ def test_what_would_act_on_dense_gradients_alone_is_refused(option: dict[str, An
         fit(tmp_path, **option)
 
 
+@pytest.mark.parametrize("option", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+def test_and_without_our_callback(option: dict[str, Any], tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module, other = Module(tmp_path / "rows"), Model(tmp_path / "other")
+    for one in (quiet, quiet | option):
+        trainer = Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **one)
+        before = module.model.bag.fused_optimizer.num_updates
+        if one is quiet:
+            trainer.fit(module, loader())
+            continue
+        with pytest.raises(ConfigError, match="of Lightning's Trainer would act on dense parameters alone"):
+            trainer.fit(module, loader())
+        assert module.model.bag.fused_optimizer.num_updates == before > 0
+    other(next(iter(loader()))).backward()  # the trainer is not that of this model
+    for model in (module.model, other):
+        model.bag.close(commit=False)
+
+
 def test_a_callback_that_accumulates_later_is_refused(tmp_path: Path) -> None:
     module, later = Module(tmp_path / "rows"), GradientAccumulationScheduler({1: 2})
     trainer = Trainer(

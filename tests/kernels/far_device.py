@@ -146,7 +146,7 @@ class FarDevice:
     def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
 
-    def together(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:
+    def ready_updates(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:
         return nullcontext(HostUpdates(updates))
 
     def takes(self, rows: object) -> bool:

@@ -134,6 +134,30 @@ def test_looking_at_norms_changes_nothing() -> None:
         assert torch.equal(after[7:], before[7:])
 
 
+def of_sgd(name: str) -> Any:
+    return CASES[name].make(optimizer=optim.SGD(lr=0.1))
+
+
+def clip_values(kept: Any) -> None:
+    torch.nn.utils.clip_grad_value_(kept.parameters(), 1e-3)
+
+
+def add_to_one(kept: Any) -> None:
+    kept.parameters()[1].grad.add_(1.0)
+
+
+@pytest.mark.parametrize("change", [clip_values, add_to_one])
+def test_norms_change_by_a_factor_alone(change: Callable[[Any], None]) -> None:
+    with of_sgd("sum") as one, of_sgd("mean") as other, tierstore.accumulate([one, other]) as kept:
+        before = [*everything(one), *everything(other)]
+        for module in (one, other):
+            sum_loss(module, batch_of(0).ids).backward()
+        change(kept)
+        with pytest.raises(ConfigError, match="clip_grad_norm_"):
+            kept.step()
+        assert all(map(torch.equal, [*everything(one), *everything(other)], before))
+
+
 # -- what users do in the block ----------------------------------------------------------
 
 

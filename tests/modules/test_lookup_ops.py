@@ -142,20 +142,6 @@ def test_per_sample_weights_get_gradients(backend: str) -> None:
         assert torch.equal(mine.grad / 2, other.grad)  # both models of same_training gave theirs
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_gradients_of_weights_alone_train_no_row(backend: str) -> None:
-    module = bag()
-    before = rows_of(module)
-    weights = torch.rand(3, 2, requires_grad=True)
-    compiled = torch.compile(lambda w: module(ids_of(0, 3, 2), per_sample_weights=w).sum(), backend=backend)
-    (found,) = torch.autograd.grad(compiled(weights), [weights])
-    assert found.abs().sum() > 0
-    assert_same(rows_of(module), before)
-    assert module.fused_optimizer.num_updates == 0
-    compiled(weights).backward()
-    assert module.fused_optimizer.num_updates == 1
-
-
 @pytest.mark.parametrize("mode", ["mean", "max"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bags_with_offsets(mode: str, backend: str) -> None:
@@ -359,17 +345,6 @@ def test_several_forward_calls_before_one_backward(backend: str) -> None:
         (compiled(ids_of(n, 5)) + compiled(ids_of(n + 1, 5))).backward()
         ((plain(ids_of(n, 5)) * 3).sum() + (plain(ids_of(n + 1, 5)) * 3).sum()).backward()
     assert_same(rows_of(module), rows_of(plain))
-
-
-def test_a_second_derivative_is_refused() -> None:
-    module = bag()
-    weights = torch.rand(3, 2, requires_grad=True)
-    compiled = torch.compile(
-        lambda w: module(ids_of(0, 3, 2), per_sample_weights=w).square().sum(), backend="eager"
-    )
-    (first,) = torch.autograd.grad(compiled(weights), [weights], create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        first.sum().backward()
 
 
 def test_copies_of_what_a_graph_saved_are_refused() -> None:

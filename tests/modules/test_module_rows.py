@@ -16,7 +16,7 @@ import torchrec
 from tests.modules.keyed_batches import keyed_batch
 from tests.modules.module_oracles import all_rows, small_tiers
 from tierstore import TierConfig, optim
-from tierstore.errors import ClosedError, InputError
+from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -235,6 +235,11 @@ def test_there_is_no_weight_tensor(module: Any, kind: str) -> None:
         assert not hasattr(module, "weight")
         with pytest.raises(AttributeError, match=r"read them with rows\(ids\)"):
             module.weight  # noqa: B018
+        for weight in (torch.zeros(60, 4), torch.nn.Parameter(torch.zeros(60, 4))):
+            with pytest.raises(ConfigError, match=r"load_rows\(ids, weight\)"):
+                module.weight = weight
+        with pytest.raises(ConfigError, match="lookups would not read"):
+            torch.func.functional_call(module, module.state_dict(), (torch.tensor([[1]]),))
     assert all(parameter.shape[0] == parameter.numel() == 0 for parameter in module.parameters())
 
 

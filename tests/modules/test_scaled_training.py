@@ -123,12 +123,16 @@ def test_signals_that_come_often_do_not_keep_the_search_for_scalers_from_its_end
         return []
 
     monkeypatch.setattr(wrappers.gc, "get_referrers", slow)
-    scalers, before, done = wrappers._Scalers(), signal.signal(signal.SIGALRM, tick), False
+    scalers, before, done = (
+        wrappers._Objects(wrappers._scaler_kinds),
+        signal.signal(signal.SIGALRM, tick),
+        False,
+    )
     try:
         for _ in range(60):
             with contextlib.suppress(Tick):
                 signal.setitimer(signal.ITIMER_REAL, 0.02)
-                done = scalers.used() is None
+                done = scalers.all() == []
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if done:
                 break

@@ -111,6 +111,19 @@ def detecting_anomalies(model: nn.Module, ids: Tensor) -> None:
         model(ids).backward()
 
 
+def of_all_parameters(model: nn.Module, ids: Tensor) -> None:
+    model(ids).backward(inputs=list(model.parameters()))
+
+
+def derived_before(model: nn.Module, ids: Tensor) -> None:
+    """torch.autograd.grad changes no parameter, and no row."""
+    parameters = list(model.parameters())
+    loss = model(ids)
+    for asked in (parameters, [one for one in parameters if one.numel()]):
+        torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=True)
+    loss.backward()
+
+
 def functional(model: nn.Module, ids: Tensor) -> None:
     torch.func.functional_call(model, dict(model.named_parameters()), (ids,)).backward()
 
@@ -145,6 +158,8 @@ WORKS: dict[str, tuple[Callable[[nn.Module], nn.Module], Step]] = {
     "scaler": (nn.Sequential, with_scaler),
     "accumulated": (nn.Sequential, accumulated),
     "anomalies": (nn.Sequential, detecting_anomalies),
+    "of all parameters": (nn.Sequential, of_all_parameters),
+    "derived before": (nn.Sequential, derived_before),
     "functional call": (nn.Sequential, functional),
     "clipped": (nn.Sequential, clipped),
 }

@@ -16,7 +16,8 @@ import tierstore
 from tests.bags import SGD, Bags, budget, build, everything, random_batches
 from tierstore import TierConfig, optim
 from tierstore.errors import ConfigError, InputError, TierFullError
-from tierstore.pipeline.prefetch import PrefetchPipeline, prefetch
+from tierstore.pipeline.prefetch import prefetch
+from tierstore.pipeline.prefetch_pipeline import PrefetchPipeline
 
 INPUTS = {"": lambda batch: (batch,)}
 

@@ -14,11 +14,12 @@ import torch
 from tests.bags import SGD, Bags, budget, build, everything, random_batches
 from tierstore import TierConfig
 from tierstore.cache.group import TierGroup
+from tierstore.cache.row_moves import RowMoves
 from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.pipeline.planned import RecentBatches
 from tierstore.pipeline.prefetch import prefetch
-from tierstore.pipeline.session import Session
 from tierstore.pipeline.windows import Window
+from tierstore.pipeline.worker import Worker
 
 BATCHES = random_batches(3, 12, 1, 6, 3)
 FAILURES = [ZeroDivisionError, AssertionError, MemoryError, OSError, KeyboardInterrupt, SystemExit]
@@ -82,33 +83,36 @@ def failing(call: Callable[..., Any], at: int, kind: type[BaseException]) -> Cal
     return wrapped
 
 
-STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_hand_down", "_fill", "_count"]
+STEPS = [
+    *((TierGroup, step) for step in ("announce", "_plan", "_begin", "_find_victims", "_count")),
+    *((RowMoves, step) for step in ("make_room", "demote", "fill")),
+]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, ZeroDivisionError])
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_of_the_worker_fails(
-    step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_a_step_of_a_plan_fails(
+    owner: type, step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with bags() as module:
-        monkeypatch.setattr(TierGroup, step, failing(getattr(TierGroup, step), 5, kind))
+        monkeypatch.setattr(owner, step, failing(getattr(owner, step), 5, kind))
         failed = train_again(module, {"": lambda batch: (batch,)}, kind)
         assert failed == 1
 
 
 STEPS = [
-    *((Session, step) for step in ("_prepare", "_prepare_call", "_can_plan", "_announce")),
+    *((Worker, step) for step in ("_prepare", "_prepare_call", "_can_plan", "_announce")),
     (Window, "add"),
     *((RecentBatches, step) for step in ("add", "pinned_since")),
 ]
 
 
-def late(do_next: Callable[[Session], bool]) -> Callable[[Session], bool]:
-    """The training thread reaches the batch that failed before the session knows."""
+def late(do_next: Callable[[Worker], bool]) -> Callable[[Worker], bool]:
+    """The training thread reaches the batch that failed before the worker has noted its error."""
 
-    def wrapped(session: Session) -> bool:
+    def wrapped(worker: Worker) -> bool:
         try:
-            return do_next(session)
+            return do_next(worker)
         except BaseException:
             time.sleep(0.2)
             raise
@@ -124,7 +128,7 @@ def test_the_worker_itself_fails(
     with bags() as module:
         monkeypatch.setattr(owner, step, failing(getattr(owner, step), 4, ZeroDivisionError))
         if is_late:
-            monkeypatch.setattr(Session, "_do_next", late(Session._do_next))
+            monkeypatch.setattr(Worker, "_do_next", late(Worker._do_next))
         with pytest.raises(ZeroDivisionError):  # noqa: PT012  (in any step of the loop)
             for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
                 module(ids).sum().backward()

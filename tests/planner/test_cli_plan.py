@@ -84,9 +84,9 @@ def test_the_tables_of_a_data_set_are_planned_for_what_its_batches_use(tmp_path,
     assert not re.search(r"e-1\d [um]s", text), "what rounding leaves of zero is no reason, and no time"
     for table in report["tables"]:
         assert (table["num_embeddings"], table["embedding_dim"]) == (5000, 8)
-        (predicted,) = table["predicted"]
+        ((predicted,), (cold,)) = table["predicted"], table["cold_start"]
         distinct = used.per_table[table["name"]]["unique_ratio"] * 64
-        assert predicted["unique_rows"] == pytest.approx(distinct)
+        assert (predicted["unique_rows"] + cold["unique_rows"]) / 2 == pytest.approx(distinct)
     more = ["--plan", f"{tmp_path}/plan.json", "--json", f"{tmp_path}/out.json"]
     assert main(["train", *DATA, *more]) == 0
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -122,6 +122,9 @@ def test_a_data_set_that_ends_is_read_to_its_end(files, capsys, monkeypatch):
     [
         (["--topology", "t.yaml"], "give the tables: --tables YAML, or --data NAME"),
         (["--tables", "t.yaml", "--steps", "5"], "--steps is about a data set; give --data NAME, too"),
+        (["--tables", "t.yaml", "--policy", "lru"], "--policy is about a data set; give --data NAME, too"),
+        ([*DATA, "--policy", "mru"], "unknown policy 'mru'"),
+        ([*DATA, "--policy", "belady"], "needs the whole future"),
         ([*DATA, "--tables", "t.yaml"], "with --data it is the number of tables of generated data"),
         ([*DATA, "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
         ([*DATA, "--steps", "0"], "--steps is 0; it must be at least 1"),

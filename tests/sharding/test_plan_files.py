@@ -234,3 +234,19 @@ def test_shards_made_in_python(value: Any) -> None:
         check_placement_of(wrong, WORLD, PER_HOST)
     fine = replace(plan.tables[1], shards=(replace(shard, rank=np.int64(1)),))
     check_placement_of(fine, WORLD, PER_HOST)
+
+
+def test_a_plan_is_printed_with_a_line_per_table() -> None:
+    """Scripts of torchrec print their plan, and ask it for the tables of a module."""
+    tables = [EmbeddingBagConfig(20, 12, "users"), EmbeddingBagConfig(8, 4, "days")]
+    plan = construct_plan(tables, {"users": row_wise(), "days": table_wise(1)}, 2)
+    users = replace(plan.tables[0], module="model.ebc")
+    shards = tuple(replace(shard, hbm_bytes=1000, ssd_bytes=2**20) for shard in users.shards)
+    plan = replace(plan, tables=(replace(users, shards=shards), plan.tables[1]))
+    assert str(plan).splitlines() == [
+        "plan of 2 ranks",
+        "model.ebc.users: row_wise on 0, 1; hbm 2,000 bytes, ssd 2,097,152 bytes",
+        "days: table_wise on 1; bytes of the configuration",
+    ]
+    assert plan.get_plan_for_module("model.ebc") == {"users": plan.tables[0]}
+    assert plan.get_plan_for_module("other") is None

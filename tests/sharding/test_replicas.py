@@ -59,6 +59,10 @@ def counted(made: Any) -> None:
     made.fused_optimizer.num_updates += 1
 
 
+def hooked(made: Any) -> None:
+    made.register_gradient_hook(lambda ids, gradients: 2 * gradients, "c")
+
+
 def load(made: Any, ids: list[int], value: float, **state: float) -> None:
     parts = {name: torch.full((len(ids), 4), number) for name, number in state.items()}
     made.load_rows(torch.tensor(ids), torch.full((len(ids), 4), value), parts or None, "b")
@@ -81,6 +85,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "rows trained": (lambda: changed(train), "rows of table 'a', rows of table 'b'"),
     "learning rate": (lambda: changed(lower_rate), "optimizer state"),
     "updates": (lambda: changed(counted), "optimizer state"),
+    "gradient hook": (lambda: changed(hooked), "gradient hooks"),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import tierstore
 from tests.sharding import cases
@@ -55,10 +56,23 @@ def torchrec_dmp(model: Model) -> nn.Module:
     return torchrec.distributed.DistributedModelParallel(model, device=torch.device("cpu"))
 
 
+class Recomputed(nn.Module):
+    """Its backward pass calls the model again, outside of the forward call of a wrapper."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        anchor = torch.zeros((), requires_grad=True)
+        return checkpoint(lambda anchor: self.model(ids) + anchor, anchor, use_reentrant=True)
+
+
 WRAPPERS: dict[str, Callable[[Model], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "ddp, unused parameters": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
     "ddp, static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "ddp, recomputed": lambda model: DistributedDataParallel(Recomputed(model)),
     "ddp around a part": lambda model: nn.Sequential(DistributedDataParallel(model)),
     "replicate": replicate,
     "fsdp1": fsdp1,

@@ -178,9 +178,9 @@ def test_exchanges_check_their_arguments() -> None:
             plain.dist_splits(splits)
     init, sent = KeyedJaggedTensor.dist_init, plain.dist_tensors()
     order = ints(0, 1)
-    with pytest.raises(InputError, match="1 tensors; give those of dist_labels, 2 or 3"):
+    with pytest.raises(InputError, match="1 tensors; give the tensors of dist_labels, 2 or 3"):
         init(AB, sent[:1], False, 1, order, [1])
-    with pytest.raises(InputError, match="2 tensors; give those of dist_labels, 3 or 4"):
+    with pytest.raises(InputError, match="2 tensors; give the tensors of dist_labels, 3 or 4"):
         init(AB, sent, True, 1, order, None)
     with pytest.raises(InputError, match="stride_per_rank is None"):
         init(AB, sent, False, 1, order, None)

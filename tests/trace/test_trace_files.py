@@ -102,8 +102,20 @@ def test_pages_of_a_mapped_file_are_given_back_while_it_is_read(tmp_path):
 
 
 def test_words_in_csv_are_numbered_by_first_occurrence(tmp_path):
-    (tmp_path / "a.csv").write_text('who,what\nann,"x,y"\nbob,\nann,z\n')
+    (tmp_path / "a.csv").write_text('who,what\nann,"x,y"\nbob,v\nann,z\n')
     assert keys_of(tmp_path / "a.csv", 3, columns=["who", "what"]) == [[0, 1, 0, *make_keys(1, [0, 1, 2])]]
+
+
+def test_empty_cells_of_csv_are_no_ids(tmp_path):
+    """As nulls of parquet and of JSON lines; integers stay the ids that they are."""
+    (tmp_path / "a.csv").write_text('user,what,none\n7,x,\n," ",\n\n9,,\n7,y,\n')
+    expected = [[7, *make_keys(1, [0])], [9, 7, *make_keys(1, [1])]]
+    assert keys_of(tmp_path / "a.csv", 2, columns=["all"]) == expected
+    lines = ['{"user": 7, "what": "x"}', '{"what": null}', '{"user": 9}', '{"user": 7, "what": "y"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert keys_of(tmp_path / "a.jsonl", 2, columns=["user", "what"]) == expected
+    with pytest.raises(InputError, match="no line has an id in none"):
+        keys_of(tmp_path / "a.csv", columns=["none"])
 
 
 def write_meta(path, compress=False):

@@ -43,8 +43,8 @@ __all__ = [
     "HostUpdates",
     "InitialValues",
     "LookupArgs",
+    "ReadyUpdates",
     "RowCodec",
-    "Together",
     "UpdateArgs",
     "UpdateRounding",
     "build_csr",
@@ -168,15 +168,15 @@ class DeviceRows(Protocol):
         ...
 
 
-class Together(Protocol):
+class ReadyUpdates(Protocol):
     """Updates that are ready to be made: ``calls`` has a call of native functions alone for each. Python runs
     no signal handler between two such calls that a native function makes."""
 
     @property
     def calls(self) -> Sequence[Callable[[], object]]: ...
 
-    def left(self, made: Sequence[object]) -> list[Slots]:
-        """Return what each update leaves alone; ``made``: what the calls have returned."""
+    def unchanged(self, made: Sequence[object]) -> list[Slots]:
+        """Return the rows that each update leaves as they are; ``made``: what the calls have returned."""
         ...
 
 
@@ -210,11 +210,11 @@ class Device(Protocol):
         """Return the host array's rows for kernels to work on, row i at slot i; the memory may be shared."""
         ...
 
-    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+    def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         """Make updates ready, which are calls of ``update_pooled`` and ``update_rows`` of the device's rows.
 
         All that may fail or take long comes first. The caller makes the calls inside of the ``with`` block,
-        in their order, and asks what they have :meth:`~Together.left` behind it.
+        in their order, and asks which rows they left :meth:`~ReadyUpdates.unchanged` behind it.
         """
         ...
 
@@ -243,7 +243,7 @@ class HostUpdates:
 
     calls: Sequence[partial[Slots]]
 
-    def left(self, made: Sequence[object]) -> list[Slots]:
+    def unchanged(self, made: Sequence[object]) -> list[Slots]:
         return [rows for rows in made if isinstance(rows, np.ndarray)]
 
 
@@ -268,7 +268,7 @@ class HostDevice:
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:
         return HostRows.view(rows, weights)
 
-    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+    def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         return nullcontext(HostUpdates(updates))
 
     def takes(self, rows: DeviceRows) -> bool:

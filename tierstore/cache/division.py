@@ -191,7 +191,8 @@ class UseDivision:
     def _chosen(
         self, tier: str, now: Mapping[str, int], parts: Mapping[str, Part], lookups: int
     ) -> dict[str, int]:
-        """Return the slots of each layout: those of ``now`` unless others are worth it by the next choice."""
+        """Return the slots of each layout: the slots of ``now``, unless other slots pay by the next
+        choice."""
         before, new = dict(now), {}
         found = divided(self._limits[tier], list(parts.values()), partial(self._cost, tier))
         if found is None:

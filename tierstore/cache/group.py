@@ -7,7 +7,6 @@ valid one unless an exclusive tier has the row. Locks: a thread that moves rows 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -26,18 +25,13 @@ from tierstore.cache.pinned_rows import PinnedRows, ResidentRows, TierRows
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.read_ahead_size import KnownAhead, ReadAheadSize
 from tierstore.cache.resident_lookups import ResidentLookups
+from tierstore.cache.row_moves import RowMoves
 from tierstore.cache.stats import GroupStats
-from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.memory import MemoryTier
-from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, RowBytes, Slots, Tier
+from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, RowBytes, Tier
 from tierstore.cache.tiers.stack import TierStack
 from tierstore.cache.uninterrupted import uninterrupted
-from tierstore.config import format_bytes
-from tierstore.errors import ClosedError, TierFullError
-
-logger = logging.getLogger("tierstore")
-
-_PIECE = 1 << 13  # rows that are handed to the store at a time
+from tierstore.errors import ClosedError
 
 
 class TierGroup:
@@ -78,14 +72,12 @@ class TierGroup:
         self.division: UseDivision | None = None
         self._planned = -1
         self._rows_leave = bool(self.stack.lower) or self.fast.plan.evicts
-        below = self.stack.lower[0].codec if self.stack.lower else None
-        self._victims = Buffer(layout.row_bytes if below is None else below.row_bytes)
+        self._moves = RowMoves(self.fast, self.stack, layout, stats)
         self._policy_seconds = 0.0  # seconds counted so far
         self._process = OwnProcess()
         self._open_in = os.getpid()  # 0 when closed
         self.check_process = self._process.check
         """Raises ``ClosedError`` in a forked child, where no tier is."""
-        self._warned_overflow = False
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -174,13 +166,13 @@ class TierGroup:
                 self.stack.wait(pinned.seq)
             missing = keys[plan.absent]
             with self.residency_lock, self._adding(missing):
-                found = self._make_room(plan, missing)
+                found = self._moves.make_room(plan, missing)
                 with stage("plan_seconds"):
                     fast.assign(keys, True, plan)
                 placed = True
                 try:
                     with stage("move_seconds"):
-                        self._fill(plan.slots[plan.absent], missing, found)
+                        self._moves.fill(plan.slots[plan.absent], missing, found)
                         self.stack.end_lookup(pinned.seq, missing)
                     with stage("plan_seconds"):
                         self._count(plan, pinned, found)
@@ -190,7 +182,7 @@ class TierGroup:
                             self.division.lookup_done(self)
                     pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
                 except BaseException:
-                    self._take_back(plan, missing, found)
+                    self._moves.take_back(plan, missing, found)
                     raise
         except BaseException:
             if not placed:
@@ -236,87 +228,17 @@ class TierGroup:
                 since = seq
         self.stats.counters.shrunk_plans += since > pinned_since
 
-    def _make_room(self, plan: _core.Plan, missing: Keys) -> list[FoundRows]:
-        """Take the missing rows out of the lower tiers, and hand the victims down. Steps that can fail come
-        before steps that only the store could undo."""
-        with self.stats.stage("fetch_seconds"):
-            every = self.stack.collect(missing)
-        try:
-            with self.stats.stage("move_seconds"):
-                if plan.needed + plan.refused and not self.stack.lower:
-                    # Rows in overflow slots need a lower tier when they are released.
-                    raise TierFullError(
-                        f"{self.name}: the {self.fast.name} tier is full ({self.fast.capacity} rows of "
-                        f"{self.layout.row_bytes} bytes) and there is no tier below; raise "
-                        f"{self.fast.name}, or set ssd"
-                    )
-                self.fast.prepare(plan, use_overflow=True)
-                self._count_overflow(plan.needed)
-                victims = plan.victims
-                self._hand_down(victims, plan.now)
-                self.stats.counters.evicted_rows += len(victims[0])
-        except BaseException:
-            self.stack.restore(every, missing, plan.now)
-            raise
-        return every
-
-    def _take_back(self, plan: _core.Plan, missing: Keys, every: list[FoundRows]) -> None:
-        """Undo a plan whose victims are in a lower tier already: the rows that it has missed leave again."""
-        native, capacity = self.fast.native, self.fast.capacity
-        slots = plan.slots[plan.absent]
-        native.remove(slots[slots < capacity])
-        self.fast.drained(slots[slots >= capacity])  # before the release, which forgets the drainable rows
-        self.fast.release(np.delete(plan.slots, plan.absent))
-        self.stack.restore(every, missing, plan.now)
-
-    def _hand_down(self, departures: _core.Departures, seq: int) -> None:
-        """Give rows that leave the fast tier to the tier under it."""
-        # A row that was stored and then stays does no harm; in an exclusive tier the row would exist twice.
-        slots, keys, dirty, next_use = departures
-        below = self.stack.lower[0] if self.stack.lower else None
-        step = len(slots) if below is not None and below.exclusive else _PIECE
-        for begin in range(0, len(slots), max(1, step)):
-            part = slice(begin, begin + step)
-            some = slots[part], keys[part], dirty[part], next_use[part]
-            self.stack.demote(1, seq, self.fast.departing(some, below, self._victims))
-
-    def _count_overflow(self, rows: int) -> None:
-        self.stats.counters.overflow_rows += rows
-        if rows and not self._warned_overflow:
-            self._warned_overflow = True
-            logger.warning(
-                "%s: the rows in use at once exceed the %s tier (%d rows) by %d; they use overflow slots "
-                "of %s outside the budget. Raise %s, or use smaller batches. (said once)",
-                *(self.name, self.fast.name, self.fast.capacity, rows),
-                *(format_bytes(rows * self.layout.row_bytes), self.fast.name),
-            )
-
     def drain_overflow(self) -> bool:
-        """Hand down rows in overflow slots that no lookup uses any more; return whether that is all."""
+        """Demote rows in overflow slots that no lookup uses any more; return whether that is all."""
         native, returned = self.fast.native, self.order.take_returned()
         if not native.overflow_in_use:
             return True
         for slots in returned:
             self.fast.release(slots)
         drained = native.drainable()
-        self._hand_down(drained, self._planned)
+        self._moves.demote(drained, self._planned)
         self.fast.drained(drained[0])
         return not native.overflow_in_use
-
-    def _fill(self, slots: Slots, keys: Keys, every: list[FoundRows]) -> None:
-        """Put rows at ``slots`` of the fast tier: found ones, and initial values for keys that no tier
-        has."""
-        for found in every:
-            for positions, rows, source in found.pieces:
-                self.fast.copy_in(slots[positions], rows, source, found.codec)
-            if found.promoted is not None:
-                self.fast.rows.copy_rows(slots[found.here], found.promoted.rows, found.promoted.slots)
-            if found.dirty is not None:
-                self.fast.native.set_dirty(slots[found.here], found.dirty)
-            if found.pieces or found.promoted is not None:
-                slots, keys = slots[~found.here], keys[~found.here]
-        if len(keys):
-            self.layout.initialise(self.fast.rows, slots, keys)
 
     def _count(self, plan: _core.Plan, pinned: PinnedRows, every: list[FoundRows]) -> None:
         assert pinned.csr is not None
@@ -385,7 +307,7 @@ class TierGroup:
 
     def buffer_bytes(self) -> int:
         """Return the bytes of rows on their way between tiers."""
-        return self._victims.nbytes + sum(tier.stats().buffer_bytes for tier in self.stack.tiers)
+        return self._moves.nbytes + sum(tier.stats().buffer_bytes for tier in self.stack.tiers)
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` after :meth:`close`, and in a forked child."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, Slots, Together
+from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, ReadyUpdates, Slots
 from tierstore.cache.engine import Engine
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening
@@ -110,7 +110,7 @@ class NoDevice:
     def load(self, rows: RowBytes, weights: str = "fp32") -> DeviceRows:
         return NoRows(rows.shape[1])
 
-    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[Together]:
+    def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         raise _no_weights()
 
     def takes(self, rows: DeviceRows) -> bool:

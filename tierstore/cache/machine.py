@@ -54,8 +54,8 @@ def _check_memory(config: TierConfig) -> None:
 
 
 def check_lockable(budget: int, rows: int) -> None:
-    """Raise ``ConfigError`` if ``rows`` bytes of ``uvm`` are more memory than a GPU can be given now. It
-    cannot be swapped out, so what others use counts."""
+    """Raise ``ConfigError`` if ``rows`` bytes of ``uvm`` are more memory than a GPU can be given now. Such
+    memory cannot be swapped out, so what other processes use counts."""
     free, most = psutil.virtual_memory().available, host_memory()
     if rows > (there := min(free, most)):
         raise ConfigError(

@@ -116,9 +116,9 @@ class ReadAheadSize:
 def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[FloatArray, FloatArray]:
     """Return sizes, in rows, and the misses per batch of tables that share a memory of that size.
 
-    They keep their rows for about as many batches each. A table that keeps c rows asks for m(c) other rows
-    per batch, so c grows by m(c) per batch (Denning and Schwartz, "Properties of the working-set model", CACM
-    1972). So sizes are added up that are reached in the same number of batches.
+    The tables keep their rows for about as many batches each. A table that keeps c rows asks for m(c) other
+    rows per batch, so c grows by m(c) per batch (Denning and Schwartz, "Properties of the working-set model",
+    CACM 1972). So sizes are added up that are reached in the same number of batches.
     """
     each = [_of_table(curves, index, rows) for index, rows in tables]
     times = np.unique(np.concatenate([time for time, _, _ in each]))

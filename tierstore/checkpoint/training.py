@@ -52,7 +52,7 @@ def save(
     """Save the whole training in ``dir`` as one checkpoint, and drop older checkpoints beyond ``keep``.
 
     Changed rows go to their stores as commits, all other state to a folder in ``dir``: parameters and buffers
-    of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict of optimizers), python's,
+    of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict of optimizers), Python's,
     NumPy's and torch's random generators, the position of ``loader`` (an object with ``state_dict()``: a
     stateful data loader, or the result of :func:`tierstore.prefetch`), and ``extra``: plain values, tensors,
     and objects with ``state_dict()`` such as learning-rate schedules, in lists and dicts.
@@ -108,9 +108,9 @@ def restore(
 
     ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
     objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be
-    the stores that the checkpoint was saved from; they go to its commits, and later training is lost. Sharded
-    collections are at their last commit when they are made, on any number of ranks and with any plan, so the
-    model must be a new one.
+    the stores that the checkpoint was saved from; they go back to the commits of the checkpoint, and later
+    training is lost. Sharded collections are at their last commit when they are made, on any number of ranks
+    and with any plan, so the model must be a new one.
 
     Raises ``StoreMismatchError`` for a checkpoint of another model or other stores, and ``StoreCorruptError``
     for damaged files, before it changes anything.

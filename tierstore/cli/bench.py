@@ -23,8 +23,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="run a benchmark; without a name, list them",
         description="Run a benchmark. Without a name, list all of them.",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the benchmark")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments; --help lists them"
+    )
     return parser
 
 

@@ -15,6 +15,7 @@ import torch
 import tierstore
 from tierstore import optim
 from tierstore.cache.opening import read_ahead_bytes
+from tierstore.cache.tiers.sizes import as_policy
 from tierstore.cli import checkpoint
 from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
@@ -188,7 +189,8 @@ class Experiment:
             return None
         if self.plan is not None and samples.taken:
             between = self.ranks.gather(samples.between())
-            self.predicted = Predicted.measured(self.plan, self.args.batch_size, between)
+            size, policy = self.args.batch_size, as_policy(self.config.policy).name
+            self.predicted = Predicted.measured(self.plan, size, between, policy)
         return self._result(trainer, rss, saver)
 
     def _result(self, trainer: Trainer, rss: PeakRss, saver: Saver | None) -> RunResult:

@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     planner = _planner(args, topology, None if found is None else found.stats)
     tables = specs_of(Path(args.tables)) if found is None else found.tables
     try:
-        plan = planner.plan(tables, advice_seconds=args.search_seconds)
+        simulate = None if found is None else found.simulate
+        plan = planner.plan(tables, advice_seconds=args.search_seconds, simulate=simulate)
         report, failure = dict(plan.report), None
     except InfeasiblePlanError as error:
         report, failure = error.report, str(error)

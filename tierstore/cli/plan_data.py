@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +15,51 @@ from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from cache_policies import PreparedTrace
+    from tierstore import EmbeddingBagConfig
+    from tierstore.placement import ShardingPlan, TablePlacement
     from tierstore.planner import TableSpec
-    from tierstore.trace import Trace
+    from tierstore.simulation import Counts, ShardCounts, Simulated, Training
+    from tierstore.trace import TableCurve, Trace
 
 
 @dataclass(frozen=True)
 class PlannedData:
-    """Tables, their recorded curves for the planner, and a line that says where both come from."""
+    """Tables, their recorded curves for the planner, and a line that says where both come from.
+
+    ``trace``: the batches; ``training``: how they are trained, without the plan.
+    """
 
     tables: list[TableSpec]
     stats: dict[str, Any]
     summary: str
+    trace: Trace
+    training: Training
+
+    def simulate(self, plan: ShardingPlan) -> Simulated:
+        """Count what the tiers of a plan miss on these batches: the planner's ``simulate``."""
+        from tierstore.simulation import Simulated, simulated_halves
+
+        training, batches = replace(self.training, plan=plan), self.trace.num_batches
+        assert batches is not None
+        with _bar(f"simulating {training.policy}", batches) as (progress, task):
+            found = simulated_halves(
+                self.trace, training, batches, lambda done: progress.update(task, completed=done)
+            )
+        cold, steady = ([_of_shards(table, of) for table in plan.tables] for of in (found.cold, found.steady))
+        return Simulated(
+            training.policy, found.cold_batches, found.batches, list(chain(*cold)), list(chain(*steady))
+        )
+
+
+def _of_shards(table: TablePlacement, by_rank: Sequence[Mapping[str, Counts]]) -> list[ShardCounts]:
+    """Return the counts of a table's shards; shards on one rank share its counts equally."""
+    from tierstore.simulation import ShardCounts
+
+    on_rank = Counter(shard.rank for shard in table.shards)
+    return [
+        ShardCounts(*(figure / on_rank[shard.rank] for figure in by_rank[shard.rank][table.name]))
+        for shard in table.shards
+    ]
 
 
 def add_data(group: Any) -> None:
@@ -42,7 +80,12 @@ def add_data(group: Any) -> None:
         "--optimizer",
         default="rowwise-adagrad",
         metavar="NAME",
-        help="of the rows (default: rowwise-adagrad)",
+        help="optimizer of the rows (default: rowwise-adagrad)",
+    )
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="eviction policy of the training, for the predicted misses (default: lookahead)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of generated data (default: 0)")
 
@@ -52,7 +95,7 @@ def check_data(args: argparse.Namespace) -> None:
     if args.data is None:
         if args.tables is None:
             raise ConfigError("give the tables: --tables YAML, or --data NAME for those of a data set")
-        for option in ("data_path", "rows", "max_rows", "steps"):
+        for option in ("data_path", "rows", "max_rows", "steps", "policy"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"--{option.replace('_', '-')} is about a data set; give --data NAME, too")
         return
@@ -68,49 +111,68 @@ def check_data(args: argparse.Namespace) -> None:
 def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     """Read the batches that ``ranks`` ranks train on; return the tables, and what the batches use of them."""
     from tierstore import optim
+    from tierstore.cache.tiers.sizes import as_policy
     from tierstore.cli.setup import load_dataset, table_configs
-    from tierstore.planner import TableSpec
+    from tierstore.config import TierConfig
+    from tierstore.simulation import Training
     from tierstore.trace import from_dataset, planner_input, table_curves
     from tierstore.trace.source import first_batches
 
     optimizer = optim.make(args.optimizer.replace("-", "_"), lr=1.0)
+    config = TierConfig(policy=args.policy or "lookahead")
+    as_policy(config.policy)  # refuses one that no training can have
     number = None if args.tables is None else int(args.tables)
     dataset = load_dataset(argparse.Namespace(**{**vars(args), "tables": number}))
     examples = args.batch_size * ranks
     trace = from_dataset(dataset, examples)
     trace = trace if args.steps is None else first_batches(trace, args.steps)
     prepared = _read(trace)
+    trace = replace(trace, num_batches=prepared.batches)
     curves = table_curves(trace, prepared)
+    configs = table_configs(dataset, args.dim)
     specs = [
-        TableSpec(
-            config.name,
-            config.num_embeddings,
-            config.embedding_dim,
-            tuple(config.feature_names),
-            pooling_factor=max(curve.accesses, 1e-9) / examples,
-            optimizer=optimizer.name,
-            touched_rows=max(1, curve.footprint),
-        )
-        for config, curve in zip(table_configs(dataset, args.dim), curves, strict=True)
+        _spec(config, curve, examples, optimizer.name) for config, curve in zip(configs, curves, strict=True)
     ]
     rows, plural = sum(spec.num_embeddings for spec in specs), "s" * (ranks > 1)
     summary = (
         f"{dataset.name}: {prepared.batches:,} batches of {examples:,} examples on {ranks} rank{plural} use "
         f"{prepared.footprint:,} of {rows:,} rows"
     )
-    return PlannedData(specs, planner_input(trace, curves)["tables"], summary)
+    stats = planner_input(trace, curves)["tables"]
+    return PlannedData(specs, stats, summary, trace, Training(configs, config, optimizer))
+
+
+def _spec(config: EmbeddingBagConfig, curve: TableCurve, examples: int, optimizer: str) -> TableSpec:
+    """Return a table of which batches of ``examples`` use what its curve was recorded of."""
+    from tierstore.planner import TableSpec
+
+    return TableSpec(
+        config.name,
+        config.num_embeddings,
+        config.embedding_dim,
+        tuple(config.feature_names),
+        pooling_factor=max(curve.accesses, 1e-9) / examples,
+        optimizer=optimizer,
+        touched_rows=max(1, curve.footprint),
+    )
 
 
 def _read(trace: Trace) -> PreparedTrace:
     """Read all batches, with a bar on a terminal. Raises ConfigError if they use no row."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from cache_policies import prepare
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        reading = progress.add_task("reading the batches", total=trace.num_batches)
+    with _bar("reading the batches", trace.num_batches) as (progress, reading):
         prepared = prepare(progress.track(trace.key_batches(), task_id=reading, total=trace.num_batches))
     if not prepared.accesses:
         raise ConfigError(f"--data {trace.name} has no examples to train on; look at its files")
     return prepared
+
+
+@contextmanager
+def _bar(title: str, total: int | None) -> Iterator[tuple[Any, Any]]:
+    """Show a bar on a terminal; yield rich's Progress, and the task in it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield progress, progress.add_task(title, total=total)

@@ -24,6 +24,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             f"planned in {report['plan_seconds']:.2f} s",
             soft_wrap=True,
         )
+    if "simulated" in report:
+        console.print(_simulated(report), soft_wrap=True)
     if report["what_would_help"]:
         how = "planned again" if report["helps_by_planning_again"] else "same cuts, caches divided anew"
         console.print(f"[bold]what would help most[/] ({how}):")
@@ -35,6 +37,19 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             "(tierstore bench device measures this machine's)",
             soft_wrap=True,
         )
+
+
+def _simulated(report: dict[str, Any]) -> str:
+    """Return a sentence about the batches that the hit rates are of, and about those before them."""
+    known = report["simulated"]
+    rates = []
+    for kind in ("predicted", "cold_start"):
+        shards = [shard for table in report["tables"] for shard in table[kind]]
+        rows, misses = (sum(shard[name] for shard in shards) for name in ("unique_rows", "hbm_misses"))
+        rates.append(f"{1 - misses / max(rows, 1e-12):.1%}")
+    text = f"hit rates are simulated: policy {known['policy']}, the last {known['batches']:,} batches"
+    cold = f"; {rates[1]} in the first {known['cold_batches']:,}, which fill the tiers"
+    return f"{text} (all tables: {rates[0]}{cold if known['cold_batches'] else ''})"
 
 
 def _print_view(
@@ -98,7 +113,7 @@ def _stages(places: list[dict[str, Any]]) -> list[str]:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """Ranks as ranges; of many the first, and how many there are."""
+    """Write ranks as ranges; of many ranges the first, and how many ranks there are."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][-1] + 1:
@@ -110,6 +125,6 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, or microseconds where that is shorter: columns are narrow."""
+    """Write milliseconds, or microseconds where that is shorter: columns are narrow."""
     seconds = 0.0 if seconds < 1e-12 else seconds  # less is what rounding leaves of zero
     return f"{seconds * 1e6:.2g} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"

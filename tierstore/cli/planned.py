@@ -15,13 +15,12 @@ from tierstore.cli.ranks import ALONE, Ranks, join, number_of_ranks
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan
 from tierstore.result_file import option_errors
+from tierstore.simulation import Counts, counts_of
 
 if TYPE_CHECKING:
     from tierstore.cli.trainer import Trainer
 
 _MOST_LINES = 40
-Counts = dict[str, tuple[int, int, int]]
-"""By table: unique rows looked up in hbm, how many of them were not there, and how many no tier had."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ class PlanFile:
     """Bytes that all ranks together receive in a step."""
     rows: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     """By table and rank: distinct rows of a step, and how many of them hbm misses."""
+    policy: str = ""
+    """The eviction policy under which these were simulated; empty where they come from curves."""
 
     @classmethod
     def load(cls, path: Path) -> PlanFile:
@@ -55,6 +56,7 @@ class PlanFile:
                 None if (step := report.get("predicted_step_s")) is None else float(step),
                 _exchange_bytes(report),
                 _rows(plan, report),
+                str(report.get("simulated", {}).get("policy", "")),
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
@@ -99,13 +101,15 @@ class Sample:
     batches: int
     seconds: float
     bytes_sent: int
-    tables: Counts
+    tables: Mapping[str, Counts]
 
     @classmethod
     def of(cls, trainer: Trainer) -> Sample:
         env = trainer.ranks.env
         assert env is not None
-        return cls(trainer.batches, time.perf_counter(), env.traffic.bytes_sent, _counts(trainer.embeddings))
+        return cls(
+            trainer.batches, time.perf_counter(), env.traffic.bytes_sent, counts_of(trainer.embeddings.engine)
+        )
 
 
 class Samples:
@@ -138,23 +142,6 @@ class Samples:
         return self._first or last, last
 
 
-def _counts(embeddings: Any) -> Counts:
-    """Return the counts of the whole tables' shards on this rank."""
-    from tierstore.cache.stats import counters_of
-
-    engine = embeddings.engine
-    saved: dict[str, Any] = counters_of(engine.groups)
-    found: Counts = {}
-    for group in engine.groups:
-        tiers = list(saved[group.name]["tables"].values())
-        for index in group.tables:
-            table = engine.tables[index]
-            name, (rows, hits), (asked, had) = table.origin or table.name, tiers[0][index], tiers[-1][index]
-            before = found.get(name, (0, 0, 0))
-            found[name] = before[0] + rows, before[1] + rows - hits, before[2] + asked - had
-    return found
-
-
 @dataclass(frozen=True)
 class TableLine:
     """Figures per step of a table's shards on one rank; None where the plan says nothing."""
@@ -166,7 +153,8 @@ class TableLine:
     predicted_misses: float | None
     misses: float
     new: float
-    """Of the misses measured, first uses of rows. Recorded curves leave these out, so predictions do, too."""
+    """Of the misses measured, first uses of rows. Recorded curves leave these out, so predictions by curves
+    do, too; predictions that were simulated have them."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +167,12 @@ class Predicted:
     step_seconds: float
     exchange_bytes: float
     tables: tuple[TableLine, ...]
+    policy: str = ""
+    """The eviction policy of the training."""
 
     @classmethod
     def measured(
-        cls, plan: PlanFile, batch_size: int, between: Sequence[tuple[Sample, Sample]]
+        cls, plan: PlanFile, batch_size: int, between: Sequence[tuple[Sample, Sample]], policy: str = ""
     ) -> Predicted | None:
         """Compare with what each rank counted between two samples; None if that was no batch."""
         first, last = between[0]
@@ -195,13 +185,13 @@ class Predicted:
             for rank, (begin, end) in enumerate(between):
                 if name not in end.tables:
                     continue
-                counted = zip(end.tables[name], begin.tables.get(name, (0, 0, 0)), strict=True)
-                rows, misses, new = ((after - before) / batches for after, before in counted)
+                counted = end.tables[name].per_batch(begin.tables.get(name, Counts()), batches)
                 predicted = plan.rows.get((name, rank), (None, None))
-                lines.append(TableLine(name, rank, predicted[0], rows, predicted[1], misses, new))
+                figures = predicted[0], counted.rows, predicted[1], counted.hbm_misses, counted.new
+                lines.append(TableLine(name, rank, *figures))
         seconds = max(end.seconds - begin.seconds for begin, end in between)
         sent = sum(end.bytes_sent - begin.bytes_sent for begin, end in between)
-        return cls(plan, batch_size, batches, seconds / batches, sent / batches, tuple(lines))
+        return cls(plan, batch_size, batches, seconds / batches, sent / batches, tuple(lines), policy)
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain JSON values."""
@@ -243,7 +233,13 @@ class Predicted:
     def _remarks(self) -> list[str]:
         plan, lines = self.plan, [f"measured: means over the last {self.batches:,} batches"]
         if any(line.new for line in self.tables):
-            lines.append("new: of these, first uses of rows, which recorded curves leave out")
+            left_out = "" if plan.policy else ", which recorded curves leave out"
+            lines.append(f"new: of these, first uses of rows{left_out}")
+        if plan.policy not in ("", self.policy):
+            lines.append(
+                f"misses are predicted for policy {plan.policy}, and this training has {self.policy}: plan "
+                f"with --policy {self.policy}"
+            )
         if plan.step_seconds is None:
             lines.append("the plan has no predictions; tierstore plan --json writes them")
         if plan.batch_size not in (0, self.batch_size):

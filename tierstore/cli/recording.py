@@ -57,8 +57,8 @@ def recording(path: Path, tables: Mapping[str, int], rate: float, ranks: Ranks) 
 def planners_curves(engine: Any, plan: ShardingPlan | None, ranks: Ranks) -> dict[str, Any]:
     """Return the curves of whole tables, as ``tierstore plan --stats`` reads them. All ranks call it.
 
-    Shards of rows are joined. Shards of columns are looked up together, so those of the first columns stand
-    for all of them.
+    Shards of rows are joined. Shards of columns are looked up together, so the shards of the first columns
+    stand for all of them.
     """
     if plan is None:
         found: dict[str, Any] = engine.table_curves()

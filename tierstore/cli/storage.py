@@ -29,6 +29,11 @@ LOG_INTERVAL = 5.0
 """Seconds between lines where there is no terminal."""
 EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an error, 130 interrupted"
 
+_WHAT = {
+    "DIR": "the store directory, or the folder of a sharded training",
+    "EXPORT": "the folder of an export",
+}
+
 
 def add_command(
     subparsers: Any, name: str, help: str, description: str, examples: Sequence[str], directory: str = "DIR"
@@ -41,7 +46,7 @@ def add_command(
         epilog="examples:\n" + "".join(f"  {example}\n" for example in examples) + "\n" + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("directory", metavar=directory, type=Path)
+    parser.add_argument("directory", metavar=directory, type=Path, help=_WHAT[directory])
     parser.add_argument("--json", action="store_true", help="print JSON, for programs, instead of text")
     return parser
 

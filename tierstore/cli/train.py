@@ -120,7 +120,9 @@ def _add_tiers(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--epochs", type=_positive, default=1, metavar="N")
+    group.add_argument(
+        "--epochs", type=_positive, default=1, metavar="N", help="passes over the data (default: 1)"
+    )
     group.add_argument("--steps", type=_positive, metavar="N", help="stop after N batches")
     group.add_argument(
         "--batch-size",
@@ -135,11 +137,13 @@ def _add_training(group: Any) -> None:
         "--optimizer",
         default="rowwise-adagrad",
         metavar="NAME",
-        help="of the rows: sgd, momentum-sgd, lars-sgd, adagrad, rowwise-adagrad (default), adam, adamw, "
-        "partial-rowwise-adam, lamb or partial-rowwise-lamb",
+        help="optimizer of the rows: sgd, momentum-sgd, lars-sgd, adagrad, rowwise-adagrad (default), adam, "
+        "adamw, partial-rowwise-adam, lamb or partial-rowwise-lamb",
     )
     group.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
-    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of data and initial values (default: 0)"
+    )
     group.add_argument(
         "--checkpoint",
         type=Path,

@@ -17,7 +17,7 @@ from tierstore.cuda.kernels import lanes_of
 from tierstore.cuda.memory import Indices
 from tierstore.cuda.rows import GpuRows, Slots
 from tierstore.cuda.streams import Operation, Stream
-from tierstore.cuda.updates import GradientsOf, RowUpdate, bag_arrays, bags_args, together
+from tierstore.cuda.updates import GradientsOf, RowUpdate, bag_arrays, bags_args, one_operation
 
 
 def _require(condition: bool, message: str) -> None:
@@ -165,6 +165,6 @@ class CudaRows(GpuRows):
         if ready is not None:
             ready.append(update)
             return np.empty(0, np.int32)
-        with together(self.parts.streams, [update]) as updates:
+        with one_operation(self.parts.streams, [update]) as updates:
             made = [call() for call in updates.calls]
-        return updates.left(made)[0]
+        return updates.unchanged(made)[0]

@@ -22,7 +22,7 @@ from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
 from tierstore.cuda.streams import Stream, Streams
-from tierstore.cuda.updates import RowUpdate, RowUpdates, together
+from tierstore.cuda.updates import RowUpdate, RowUpdates, one_operation
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
 from tierstore.errors import GpuError
 
@@ -148,7 +148,7 @@ class CudaDevice:
         return isinstance(rows, GpuRows) and rows.parts is self.parts
 
     @contextmanager
-    def together(self, updates: Sequence[partial[Slots]]) -> Iterator[RowUpdates]:
+    def ready_updates(self, updates: Sequence[partial[Slots]]) -> Iterator[RowUpdates]:
         """Make updates ready, and give them to the compute stream as one operation; see ``Device``."""
         ready: list[RowUpdate] = []
         try:
@@ -158,7 +158,7 @@ class CudaDevice:
             for one in ready:
                 one.end()
             raise
-        with together(self.streams, ready) as found:
+        with one_operation(self.streams, ready) as found:
             yield found
 
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
@@ -266,9 +266,9 @@ class UvmDevice:
         """Return whether these rows are the GPU's, or of the host's memory beside it."""
         return self._gpu.takes(rows)
 
-    def together(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[RowUpdates]:
+    def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[RowUpdates]:
         """Make updates of the GPU."""
-        return self._gpu.together(updates)
+        return self._gpu.ready_updates(updates)
 
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
         """Return room for rows on their way up, on the GPU."""

@@ -196,8 +196,8 @@ class RowUpdate:
         for begin, size in arrays.returned():
             yield compute.copying(block.address + begin, block.device + begin, size)
 
-    def left(self) -> Slots:
-        """Return the rows that were left alone, which is known when the update is done."""
+    def unchanged(self) -> Slots:
+        """Return the rows that were left as they are, which is known when the update is done."""
         if not self._arrays.returned():
             return np.empty(0, np.int32)
         self._rows.parts.streams.synchronize(self._done)
@@ -214,17 +214,17 @@ class RowUpdates:
     def __init__(self, updates: Sequence[RowUpdate], calls: Sequence[partial[None]]) -> None:
         self._updates, self.calls = updates, calls
 
-    def left(self, made: Sequence[object]) -> list[Slots]:
-        """Return the rows that each update left alone; ``made``: what the calls have returned."""
+    def unchanged(self, made: Sequence[object]) -> list[Slots]:
+        """Return the rows that each update left as they are; ``made``: what the calls have returned."""
         try:
-            return [update.left() for update in self._updates]
+            return [update.unchanged() for update in self._updates]
         finally:
             for update in self._updates:
                 update.end()
 
 
 @contextmanager
-def together(streams: Streams, updates: Sequence[RowUpdate]) -> Iterator[RowUpdates]:
+def one_operation(streams: Streams, updates: Sequence[RowUpdate]) -> Iterator[RowUpdates]:
     """Give COMPUTE one operation for all ``updates``, in which the caller makes their calls."""
     try:
         with streams.operation(Stream.COMPUTE) as compute:

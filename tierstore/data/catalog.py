@@ -26,7 +26,8 @@ def names() -> list[str]:
 
 
 def load(spec: str, *, path: str | None = None, seed: int = 0, **options: Any) -> Dataset:
-    """Load the dataset named ``spec``: "flights", "synthetic:zipf:0.95", ...; ``names()`` lists the names.
+    """Load the dataset named ``spec``, such as "flights" or "synthetic:zipf:0.95"; ``names()`` lists all
+    names.
 
     ``path`` is where recorded data lies. ``seed`` is the seed of generated data; recorded data does not
     depend on it. Other options are the keyword arguments of the dataset's own function

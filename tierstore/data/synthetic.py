@@ -1,7 +1,7 @@
 """Generated examples: ids by Zipf-Mandelbrot popularity from tables of any size, labels that can be learned.
 
-A batch is a pure function of (seed, batch number, batch size). Its labels come from a hidden logistic model:
-every id of every table, and every dense feature, has a fixed effect.
+A batch is a pure function of (seed, batch number, batch size). The labels of examples come from a hidden
+logistic model: every id of every table, and every dense feature, has a fixed effect.
 """
 
 from __future__ import annotations

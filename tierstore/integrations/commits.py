@@ -71,7 +71,7 @@ class CheckpointedRows:
         engines = self._engines()
         commits = [_commit_of(engine, saved["tag"], file) for engine in engines]
         if later := self.files_after(saved):
-            logger.warning("the rows go back to those of %s: rows of %s are lost", file, ", ".join(later))
+            logger.warning("the rows go back to the rows of %s: rows of %s are lost", file, ", ".join(later))
         for engine, commit in zip(engines, commits, strict=True):
             engine.go_to(commit)
         with without_rows():

@@ -28,8 +28,8 @@ class TierStoreCallback(Callback):
 
     A checkpoint commits the stores and names the commits, in place of copies of rows. Loading it
     (``trainer.fit(ckpt_path=...)``) brings the tables back to these commits, and random generators to their
-    states. Give the trainer ``tierstore.prefetch(loader, model)`` as its loader: it fetches rows ahead, and
-    it goes on in the middle of an epoch.
+    states. Give the trainer ``tierstore.prefetch(loader, model)`` as its loader: the prefetch fetches rows
+    ahead, and goes on in the middle of an epoch.
 
     Raises ConfigError for tables that have no lasting store, or are sharded, and for gradients that the
     trainer accumulates or clips, since the backward pass updates rows.

@@ -1,6 +1,6 @@
 """The metrics of clicks and of retrieval that recommenders are judged by, as metrics of torchmetrics.
 
-They add up over batches, and over the ranks of a job. What torchmetrics has is torchmetrics' own.
+The metrics add up over batches, and over the ranks of a job. What torchmetrics has is torchmetrics' own.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class AUC:
         return float((positives * (below + negatives / 2)).sum() / pairs)
 
     def joined(self, others: Iterable[Mapping[str, np.ndarray]]) -> float:
-        """Return the AUC of these examples and those of other AUCs, by their state dicts."""
+        """Return the AUC of these examples and of the examples of other AUCs, by their state dicts."""
         self._merge()
         both = AUC(self._exact)
         both._scores, both._counts = self._scores, self._counts

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tierstore import optim
+from tierstore import _core, optim
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
@@ -32,6 +32,11 @@ from tierstore.modules.row_updates import (
 from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
+
+_WITNESS = 2.0**-13
+"""The second element of a shown gradient, by the first. A factor changes both alike, bit for bit."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Below it a factor rounds the second element more than the first."""
 
 
 @contextmanager
@@ -53,7 +58,7 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
     signal handler raises during the update (Ctrl-C) leaves the rows of all modules as before or as after it.
 
     Sharded collections are updated as by one batch of all passes on the same ranks. All ranks make as many
-    passes, and call ``step()`` and ``parameters()`` together; norms are those of the rows of all ranks.
+    passes, and call ``step()`` and ``parameters()`` together; norms count the rows of all ranks.
 
     Raises ConfigError for a model without tiered modules, or that accumulates already.
     """
@@ -73,8 +78,9 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
 @dataclass
 class _Kept:
-    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients. It is
-    where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a scale that is not there yet.
+    """The kept gradients of one module. ``shown``: a tensor whose gradient is the norm of the rows'
+    gradients. The tensor is where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a
+    scale that is not there yet.
     """
 
     shown: Tensor
@@ -124,13 +130,16 @@ class Accumulation(AppliedOptimizer):
         return sum(one.nbytes for kept in self._kept.values() for one in kept.passes)
 
     def parameters(self) -> list[Tensor]:
-        """Return one tensor per module. Its gradient is the norm of the rows' gradients, NaN if one is not
-        finite, None if there are none; scaling it scales the rows' gradients, too."""
+        """Return one tensor per module. The gradient of the tensor is the norm of the rows' gradients, NaN if
+        one is not finite, None if there are none; scaling it scales the rows' gradients, too. A second
+        element of the gradient, too small for any norm, shows other changes than a factor: these raise
+        ConfigError in :meth:`step`."""
         for module, kept in self._kept.items():
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)
                 kept.shown.grad = torch.full_like(kept.shown, kept.norm)
-                kept.norm, kept.version = kept.shown.grad.item(), kept.shown.grad._version
+                kept.shown.grad[1] *= _WITNESS
+                kept.norm, kept.version = kept.shown.grad[0].item(), kept.shown.grad._version
         return [kept.shown for kept in self._kept.values()]
 
     @property
@@ -165,12 +174,13 @@ class Accumulation(AppliedOptimizer):
         for module in kept_of:  # an error of one module leaves all modules as they are
             module.check_update()
             module.fused_optimizer.step_args(1)
+        factors = [_factor(kept) / scale for kept in kept_of.values()]
         lookups: list[Lookup] = []
         updates: list[PreparedUpdate] = []
         try:
-            for module, kept in kept_of.items():
+            for (module, kept), factor in zip(kept_of.items(), factors, strict=True):
                 lookup, gradients = joined(kept.passes, _padding(module))
-                if (factor := _factor(kept) / scale) != 1.0:
+                if factor != 1.0:
                     gradients.multiply(factor)
                 kept.passes.clear()
                 lookups.append(lookup)
@@ -184,17 +194,28 @@ class Accumulation(AppliedOptimizer):
 
 def _shown_by(module: TieredModule) -> Tensor:
     device = torch.device(module.engine.device_name)
-    return torch.zeros(1, device="cpu" if device.type == "meta" else device).requires_grad_()
+    return torch.zeros(2, device="cpu" if device.type == "meta" else device).requires_grad_()
 
 
 def _copied(gradients: Gradients) -> Gradients:
     """Return copies of tensors, since users and wire buffers may change autograd's."""
     if isinstance(gradients, SequenceGradients):
-        return SequenceGradients([grad.clone() for grad in gradients.grads])
+        return SequenceGradients([_in_own_pages(grad) for grad in gradients.grads])
     assert isinstance(gradients, PooledGradients)
-    weights = [None if w is None else w.clone() for w in gradients.weights]
-    grad = gradients.grad.clone(memory_format=torch.contiguous_format)
-    return PooledGradients(grad, weights, gradients.argmaxes)
+    weights, argmaxes = (
+        [None if one is None else _in_own_pages(one) for one in tensors]
+        for tensors in (gradients.weights, gradients.argmaxes)
+    )
+    return PooledGradients(_in_own_pages(gradients.grad), weights, argmaxes)
+
+
+def _in_own_pages(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy, outside malloc's heap if it is large: there, between the temporaries of the
+    passes to come, it would keep the pages of these temporaries."""
+    if not tensor.is_cpu:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    pages = torch.from_numpy(_core.rows_array(1, tensor.nbytes))
+    return pages.view(-1).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _padding(module: TieredModule) -> int:
@@ -205,11 +226,18 @@ def _factor(kept: _Kept) -> float:
     """Return the factor by which the shown gradient was multiplied since :meth:`Accumulation.parameters`.
 
     A gradient of 0 hides its factor, which then changes nothing; a NaN gradient was scaled if it was written
-    to."""
+    to. Raises ConfigError if it was changed otherwise, as by clip_grad_value_: that says nothing of a row."""
     shown = kept.shown.grad
     if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):
         return 1.0
-    return shown.item() / kept.norm
+    norm, witness = shown.tolist()
+    if math.isfinite(norm) and abs(witness) > _SMALLEST and witness != norm * _WITNESS:
+        raise ConfigError(
+            "the gradient of a tensor of rows.parameters() is a norm, and was changed other than by a factor "
+            "(by clip_grad_value_?): clip the gradients of rows by clip_grad_value of the tables' optimizer, "
+            "or their norm by clip_grad_norm_"
+        )
+    return float(norm / kept.norm)
 
 
 def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:

@@ -16,6 +16,12 @@ Module = TypeVar("Module")
 Lookup = TypeVar("Lookup")
 
 
+NOT_TWICE = (
+    "cannot differentiate a lookup twice: gradients of per_sample_weights have no derivatives; "
+    "multiply the rows of a TieredEmbedding by the weights instead"
+)
+
+
 class LookupFunction(torch.autograd.Function):
     """An autograd function that is called as often as lookups are."""
 
@@ -50,10 +56,7 @@ class _DerivedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> NoReturn:
-        raise RuntimeError(
-            "cannot differentiate a lookup twice: gradients of per_sample_weights have no derivatives; "
-            "multiply the rows of a TieredEmbedding by the weights instead"
-        )
+        raise RuntimeError(NOT_TWICE)
 
 
 class Context(Protocol[Module, Lookup]):
@@ -64,6 +67,9 @@ class Context(Protocol[Module, Lookup]):
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]: ...
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -78,6 +84,3 @@ class PooledContext(Context[Module, Lookup], Protocol[Module, Lookup]):
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]: ...
-
-    @property
-    def next_functions(self) -> tuple[tuple[Node, int], ...]: ...

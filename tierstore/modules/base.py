@@ -6,19 +6,15 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tierstore.cache.engine import Engine
-from tierstore.errors import ConfigError, GradientError
+from tierstore.errors import ConfigError
 from tierstore.modules.ahead import Ahead, find_ahead
-from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
-from tierstore.modules.gradient_hooks import GradientHook, GradientHooks
+from tierstore.modules.gradient_hooks import GradientHooks
 from tierstore.modules.handles import MODULES
 from tierstore.modules.lookup import (
     PooledFunction,
@@ -28,23 +24,13 @@ from tierstore.modules.lookup import (
     sequence_forward,
 )
 from tierstore.modules.optimizer_states import OptimizerStates
-from tierstore.modules.parts import Lookup, Part
+from tierstore.modules.parts import Lookup
 from tierstore.modules.quantization import NotQuantized
-from tierstore.modules.row_calls import RowCalls
-from tierstore.modules.row_shares import TableStep
-from tierstore.modules.row_updates import Keeps
 from tierstore.modules.table_rules import TableRules
-from tierstore.modules.tables import HasWeight, ShownParameter
-from tierstore.modules.wrappers import (
-    active_ddp,
-    has_other_ranks,
-    refuse_replicas,
-    refuse_scaled,
-    scaler_in_use,
-)
-from tierstore.optim import OptimizerSpec
+from tierstore.modules.tables import leaf_of
+from tierstore.modules.trained_tables import TrainedTables
+from tierstore.modules.wrappers import active_ddp, has_other_ranks, refuse_replicas
 from tierstore.optim.fused import FusedOptimizer
-from tierstore.optim.specs import NotGiven
 from tierstore.optim.tables import Optimizers
 
 if TYPE_CHECKING:
@@ -53,14 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tierstore")
 
 
-class TieredModule(RowCalls, nn.Module):
+class TieredModule(TrainedTables, nn.Module):
     """Base of the modules whose tables live in tiers.
 
     ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
-    updates the rows of its lookup, once each. A dict has the optimizer of each table by its name;
-    ``names``: of all tables, None: those of the engine; ``of_tables``: which of these names each of
-    ``tables`` has, None: in their order. In ``eval()`` mode or under ``no_grad``, and after
-    ``requires_grad_(False)``, forward reads through the tiers and changes nothing.
+    updates the rows of its lookup, once each. A dict has the optimizer of each table by its name; ``names``:
+    of all tables, None: the names that the engine has; ``of_tables``: which of these names each of ``tables``
+    has, None: in their order. In ``eval()`` mode or under ``no_grad``, and after ``requires_grad_(False)``,
+    forward reads through the tiers and changes nothing.
     """
 
     def __init__(
@@ -81,12 +67,9 @@ class TieredModule(RowCalls, nn.Module):
         self.use_optimizer(optimizer)
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
-        """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
-        self.accumulation: Keeps | None = None
-        """Keeps the gradients of backward passes inside ``tierstore.accumulate``."""
-        self._shown: list[ShownParameter] = []
-        self.adopted: list[object] = []
-        """Optimizers of apply_optimizer_in_backward whose settings the tables have."""
+        self.accumulation = None
+        self._shown = []
+        self.adopted = []
         self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -103,26 +86,6 @@ class TieredModule(RowCalls, nn.Module):
         self.fused_optimizer = FusedOptimizer(self.rules.groups)
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
         self.fused_optimizer.rows = OptimizerStates(self)
-
-    def applied_optimizer(self) -> OptimizerSpec | dict[str, OptimizerSpec] | None:
-        """Return the optimizer that apply_optimizer_in_backward gave all tables, or one by table where they
-        differ; None if it gave none. Raises ConfigError for an optimizer that tables cannot have."""
-        return applied_optimizer([shown.now for shown in self._shown], self.table_names())
-
-    def chosen_optimizer(self) -> Optimizers:
-        """Return the optimizer that the tables were built with, or else the applied one; None for frozen
-        tables. Raises ConfigError for tables that have both."""
-        if self.frozen:
-            return None
-        if isinstance(self.fused_optimizer.spec, NotGiven):
-            return self.applied_optimizer() or self.fused_optimizer.spec
-        self._refuse_applied()
-        return self.rules.optimizer
-
-    def _refuse_applied(self) -> None:
-        for number, shown in enumerate(self._shown):
-            if hasattr(shown.now, APPLIED):
-                refuse_applied(shown.now, self.table_names()[number], self.adopted)
 
     qconfig = NotQuantized()
 
@@ -150,7 +113,7 @@ class TieredModule(RowCalls, nn.Module):
     def forward_arguments(
         self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
     ) -> tuple[object, ...]:
-        """Return forward's arguments (per-sample weights excepted) of those of a graph's operator."""
+        """Make forward's arguments (per-sample weights excepted) of the arguments of a graph's operator."""
 
     def ids_by_feature(
         self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
@@ -166,10 +129,6 @@ class TieredModule(RowCalls, nn.Module):
     def feature_names(self) -> list[str]:
         """Return the features that a collection takes out of a keyed jagged tensor; other modules: none."""
         return []
-
-    def table_names(self) -> list[str]:
-        """Return the names of the tables, in order."""
-        return [self.engine.tables[index].name for index in self.table_numbers]
 
     def keep_for_forward(self, ahead: Ahead) -> None:
         """Keep a lookup made ahead for its forward call."""
@@ -202,38 +161,10 @@ class TieredModule(RowCalls, nn.Module):
                 return ahead.lookup
         return self.make_lookup(*args, **kwargs)
 
-    def show_parameters(self, holders: Sequence[HasWeight]) -> None:
-        """Give every table a parameter; ``holders`` in the order of the tables."""
-        pairs = zip(holders, self.rules.trained, strict=True)
-        device = self.engine.device_name
-        self._shown = [holder.show_parameter(trained, device) for holder, trained in pairs]
-
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all tables, or let them be trained again. Rows of frozen tables are only read."""
         self._requires_grad = requires_grad
         return super().requires_grad_(requires_grad)
-
-    def frozen_tables(self) -> list[int]:
-        """Return the tables that a backward pass would not change."""
-        if not self._shown:
-            return [] if self._requires_grad and self.has_optimizer else self.table_numbers
-        shown = zip(self.table_numbers, self._shown, strict=True)
-        return [table for table, parameter in shown if not parameter.now.requires_grad]
-
-    @property
-    def frozen(self) -> bool:
-        """Whether a backward pass would change no table."""
-        if not self._shown:
-            return not (self.has_optimizer and self._requires_grad)
-        for parameter in self._shown:  # noqa: SIM110  # all() takes longer
-            if parameter.now.requires_grad:
-                return False
-        return True
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the tables can be trained: not if they were built with ``optimizer=None``."""
-        return self.rules.any_trained
 
     @property
     def trains(self) -> bool:
@@ -264,9 +195,9 @@ class TieredModule(RowCalls, nn.Module):
 
     def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
+        if (updates or self.training) and not self.collective and has_other_ranks():
+            self._refuse_replicas(updates)
         if updates:
-            if not self.collective and has_other_ranks():
-                self._refuse_replicas()
             lookup.acquire()
         else:
             lookup.read()
@@ -275,94 +206,17 @@ class TieredModule(RowCalls, nn.Module):
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
-            return self.anchor
+            return self.anchor if torch.compiler.is_compiling() else leaf_of(self._shown, self.anchor)
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
     def anchors(self) -> list[Tensor]:
         """Return the tensors that autograd trains in place of the rows."""
         return [self.anchor, *(shown.now for shown in self._shown)]
 
-    def take_updates(self) -> None:
-        """Set the optimizer's count of updates to the count in the commit that the tables are at."""
-        self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
-
-    def next_update(self) -> tuple[Sequence[TableStep], Sequence[partial[None]]]:
-        """Begin an update; return its steps with their tables (None: all), and native calls that count it."""
-        self.check_update()
-        steps, counting = self.fused_optimizer.next_step()
-        self.engine.changed(self.table_numbers)
-        count = partial(self.engine.updates.__setitem__, self._key, self.fused_optimizer.num_updates + 1)
-        own = [(step, None if of is None else self.rules.numbers_of(of)) for step, of in steps]
-        return own, [counting, count]
-
-    def set_updates(self, count: int) -> None:
-        """Set the optimizer's count of updates, as committed with the rows from now on."""
-        self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
-
-    def check_update(self) -> None:
-        """Raise ConfigError if something between the loss and the rows would make their update wrong."""
-        if not all(self.rules.trained) and (without := self.rules.without_optimizer(self.frozen_tables())):
-            raise ConfigError(
-                f"tables {', '.join(without)} were built with optimizer=None and require gradients now: "
-                "build them with an optimizer, or freeze them by requires_grad_(False)"
-            )
-        self._refuse_applied()
-        unscales = self.accumulation is not None and self.accumulation.unscales
-        if self.refuse_scaled and not unscales and scaler_in_use():
-            refuse_scaled(self.table_names())
-
-    def register_gradient_hook(self, hook: GradientHook, table: str | None = None) -> RemovableHandle:
-        """Call ``hook(ids, gradients)`` at every update of a table, before clipping and the optimizer.
-
-        ``ids``: int64 (n,), the rows of the batch, each once. ``gradients``: float32 (n, dim), the sums of
-        their gradients. What the hook returns replaces the gradients, unless it is None; it may also change
-        them in place. Hooks run in the order of their registration, before a row is updated; what one raises
-        becomes a GradientError that names the table. The handle removes the hook. Sharded tables call the
-        hook on each rank with the rows that it holds.
-        """
-        return self.rules.hooks.add(self._hooked_name(table), hook)
-
-    def _hooked_name(self, table: str | None) -> str:
-        """Return the name of a table that may have hooks."""
-        return self.rules.name_of(self.table_number(table))
-
-    def take_gradient_hooks(self, module: TieredModule) -> None:
-        """Take over the hooks of another module of the same tables; their handles still remove them."""
-        for table in [table for table, hooks in module.rules.hooks.of.items() if hooks]:
-            self._hooked_name(table)
-        self.rules.hooks = module.rules.hooks
-
-    def gradient_hooks(self) -> dict[int, tuple[str, list[GradientHook]]]:
-        """Return the names and hooks of trained tables that have hooks, by their numbers in the engine."""
-        return self.rules.hooks_without(self.frozen_tables()) if self.rules.hooks else {}
-
-    def _refuse_replicas(self) -> None:
+    def _refuse_replicas(self, updates: bool) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
         ours = all(parameter.is_registered for parameter in self._shown)
-        refuse_replicas(self, self.table_names(), ours)
-
-    def mean_squares(
-        self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
-    ) -> Sequence[np.ndarray | None]:
-        """Return None for every part, whose rows have all columns of their tables; see ``Updates``."""
-        return [None] * len(parts)
-
-    def tables_counted_elsewhere(self) -> list[int]:
-        """Return the tables whose gradients another rank counts in a norm over all ranks."""
-        return []
-
-    def total_over_ranks(self, value: float) -> float:
-        """Return the sum of ``value`` over the ranks that share the tables."""
-        return value
-
-    def table_name(self, table: int) -> str:
-        """Return the name of a table of the engine."""
-        return self.engine.tables[table].name
-
-    def report_gradients(self, error: GradientError | None) -> None:
-        """Raise ``error``, if there is one; see ``Updates``."""
-        if error is not None:
-            raise error
+        refuse_replicas(self, self.table_names(), ours, updates)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to move to another device: the rows stay where the tables were opened."""

@@ -17,7 +17,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.gradient_hooks import GradientHook
-from tierstore.modules.inputs import FeatureLookup
+from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.table_weight import TableWeight
 from tierstore.modules.tables import SHOWN, HasWeight, OpenTables, placed, with_optimizers
 from tierstore.optim.specs import SGD, NotGiven, OptimizerSpec
@@ -211,4 +211,8 @@ class Collection(TieredModule):
     def make_lookup(self, features: object) -> FeatureLookup:
         if self.engine.waits:
             self.engine.need_rows()
+        if self.observer is not None and not self.collective:
+            # A prefetcher that learns what is looked up will leave it on the host.
+            keyed = as_keyed_jagged_tensor(features)
+            features = keyed_on_host(keyed, self.engine.device_name, warns=False)
         return self.lookups.make(features)

@@ -22,8 +22,9 @@ from tierstore.sparse import KeyedTensor, as_keyed_jagged_tensor
 class EmbeddingBagCollection(Collection):
     """KeyedJaggedTensor → KeyedTensor: torchrec's EmbeddingBagCollection, with tables in tiers.
 
-    Its keys are the features in the order of the configuration, ``feature@table`` if several tables have it.
-    State dicts have ``embedding_bags.<table>.weight``. The backward pass applies ``optimizer`` to the rows.
+    The keys of the output are the features in the order of the configuration, ``feature@table`` if several
+    tables have it. State dicts have ``embedding_bags.<table>.weight``. The backward pass applies
+    ``optimizer`` to the rows.
 
     Args:
         tables: EmbeddingBagConfigs, ours or torchrec's; dims and poolings may differ.

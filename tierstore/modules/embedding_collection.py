@@ -24,8 +24,9 @@ from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 class EmbeddingCollection(Collection):
     """KeyedJaggedTensor → dict of JaggedTensors: torchrec's EmbeddingCollection, with tables in tiers.
 
-    Its keys are the features in the order of the configuration, ``feature@table`` if several tables have it.
-    State dicts have ``embeddings.<table>.weight``. The backward pass applies ``optimizer`` to the rows.
+    The keys of the output are the features in the order of the configuration, ``feature@table`` if several
+    tables have it. State dicts have ``embeddings.<table>.weight``. The backward pass applies ``optimizer`` to
+    the rows.
 
     Args:
         tables: EmbeddingConfigs, ours or torchrec's; dims may differ.

@@ -76,11 +76,12 @@ def checked_ids(name: str, ids: Tensor, device: str = "cpu", *, warns: bool = Tr
     return ids.contiguous()
 
 
-def keyed_on_host(keyed: KeyedJaggedTensor, device: str) -> KeyedJaggedTensor:
-    """Return ``keyed`` in memory of the host. ``device``: of the tables; raises as :func:`checked_ids`."""
+def keyed_on_host(keyed: KeyedJaggedTensor, device: str, *, warns: bool = True) -> KeyedJaggedTensor:
+    """Return ``keyed`` in memory of the host. ``device``: of the tables; ``warns`` of a tensor on a GPU;
+    raises as :func:`checked_ids`."""
     if (values := keyed.values()).is_cpu:
         return keyed
-    _check_gpu("values of the KeyedJaggedTensor", values, device)
+    _check_gpu("values of the KeyedJaggedTensor", values, device, warns)
     return keyed.to("cpu")
 
 
@@ -89,11 +90,12 @@ def _check_gpu(name: str, ids: Tensor, device: str, warns: bool = True) -> None:
         where = "the CPU" if device == "cpu" else device
         raise InputError(f"{name} are on {ids.device}, but the tables on {where}; move them with .cpu()")
     if warns:
-        _say_that_ids_are_copied(name)
+        warn_of_copied_ids(name)
 
 
 @functools.cache
-def _say_that_ids_are_copied(name: str) -> None:
+def warn_of_copied_ids(name: str) -> None:
+    """Warn, once for each ``name``, that ids on a GPU cost a copy in every batch."""
     logger.warning(
         "%s are on a GPU. The host plans lookups, so it waits for a copy of them in every batch. Leave ids "
         "on the CPU, where the loader has made them. (said once)",

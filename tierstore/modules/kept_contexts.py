@@ -37,7 +37,8 @@ class TracedContext:
         """Save nothing: the graph itself has the tensors."""
 
     def reaches_rows(self) -> bool:
-        """Return False in a backward pass for the per-sample weights alone, which trains no rows."""
+        """Return False in a backward pass for other inputs of the graph alone, such as per-sample weights or
+        dense parameters: such a pass trains no rows, though a compiler's graph runs as a whole."""
         node = torch._C._current_autograd_node()
         if node is None:
             return True

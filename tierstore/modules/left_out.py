@@ -1,7 +1,7 @@
 """What a state dict holds in place of the rows of a table that is too large for it.
 
-A mark is a small tensor of bytes, which torch.save, safetensors and torch.distributed.checkpoint keep. It
-names the version of the rows; loading it is an error unless the table has rows of this version.
+A mark is a small tensor of bytes, which torch.save, safetensors and torch.distributed.checkpoint keep. A mark
+names the version of the rows; loading the mark is an error unless the table has rows of this version.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class _Local:
         self._parts: KeyedParts | None = None
 
     def _parts_of(self, keyed: KeyedJaggedTensor) -> KeyedParts:
-        """Return the parts of the batch's lookup; those of the last batch, if they are the same."""
+        """Return the parts of the batch's lookup: the last batch's parts, if they are the same."""
         parts = self._parts
         if parts is None or not parts.fit(keyed, self._engine):
             parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)

@@ -6,7 +6,7 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -145,7 +145,7 @@ class PooledFunction(LookupFunction):
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weights = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph
         with torch.no_grad():
-            found = pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx))
+            found = pooled_backward(ctx, grads[0], _reaches_rows(ctx))
         return (None, None, None, *(derived_once(grad, [grads[0], *weights]) for grad in found))
 
 
@@ -157,14 +157,13 @@ def _weighted(
     return kept, (weight.device, weight.dtype)
 
 
-def pooled_backward(ctx: PooledCtx, grad: Tensor, reaches_rows: Callable[[], bool]) -> list[Tensor | None]:
+def pooled_backward(ctx: PooledCtx, grad: Tensor, reaches_rows: bool) -> list[Tensor | None]:
     """Update the rows by the gradient of the output; return the gradients of the weights.
 
     ``reaches_rows``: whether the backward pass is for the rows, too."""
     grad = readable_gradient(grad)
     weight_grads = [_weight_grad(ctx, index, grad) for index in range(len(ctx.weighted))]
-    # without weights, autograd only comes here for the rows
-    if ctx.module is not None and (not weight_grads or reaches_rows()):
+    if ctx.module is not None and reaches_rows:
         _update_or_keep(ctx.module, ctx.lookup, PooledGradients(grad, ctx.weights, ctx.argmaxes))
     return weight_grads
 
@@ -192,7 +191,8 @@ class SequenceFunction(LookupFunction):
     @once_differentiable
     def backward(ctx: SequenceCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
-        sequence_backward(ctx, grads)
+        if _reaches_rows(ctx):
+            sequence_backward(ctx, grads)
         return (None, None, None)
 
 
@@ -211,9 +211,13 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
         lookup.release()
 
 
-def _reaches_rows(ctx: PooledCtx) -> bool:
-    """Return False under ``torch.autograd.grad`` of the per-sample weights alone, which trains no rows."""
-    return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
+def _reaches_rows(ctx: PooledCtx | SequenceCtx) -> bool:
+    """Return False under ``torch.autograd.grad``, of the per-sample weights or of the parameter that stands
+    for a table: such a pass trains no rows."""
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    except RuntimeError:  # of a leaf that autograd.grad asks for
+        return False
 
 
 def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:

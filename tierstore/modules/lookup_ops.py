@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
-from torch.autograd.function import once_differentiable
 
 from tierstore.errors import ConfigError
-from tierstore.modules.autograd_context import Context
+from tierstore.modules.autograd_context import NOT_TWICE, Context, derived_once
 from tierstore.modules.handles import MODULES, Looked
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.jagged_rows import rows_by_feature
@@ -126,7 +125,9 @@ def _pooled_backward(
     found = grad.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     context: Any = context_of(kept)
     if context is not None:
-        grads = pooled_backward(context, grad, context.reaches_rows)
+        if weights is not None and not _backward.derives_once:
+            torch.autograd.Variable._execution_engine.queue_callback(_refuse_second_derivatives)
+        grads = pooled_backward(context, grad, context.reaches_rows())
         for part, own in zip(context.lookup.parts, grads, strict=False):
             if own is not None:
                 part.put_weights(own, found)
@@ -163,7 +164,7 @@ def _trained_rows(anchor: Tensor, *arguments: object) -> tuple[list[Tensor], lis
 def _rows_backward(after: Tensor | None, kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Update the rows by the gradients of each feature's rows; return the next operator's ``after``."""
     context: Any = context_of(kept)
-    if context is not None:
+    if context is not None and context.reaches_rows():
         joined = [
             grads[members[0]] if len(members) == 1 else torch.cat([grads[one] for one in members])
             for members in context.lookup.features
@@ -221,18 +222,25 @@ class _Backward(threading.local):
     """What the last backward operator of this thread's backward pass, or of one that is traced, returned."""
 
     done: Tensor | None = None
+    derives_once = False
+    """Whether autograd itself calls the operator, and not the graph of a compiler."""
 
     def then(self, done: Tensor) -> None:
         """Keep ``done`` until the next operator, or the end of the pass."""
         if self.done is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            own = self.__dict__  # another thread may end a pass on a GPU
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: own.pop("done", None))
         self.done = done
-
-    def _end(self) -> None:
-        self.done = None
 
 
 _backward = _Backward()
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise RuntimeError at the end of a compiled backward pass with ``create_graph``: what it returns would
+    not depend on tensors that the compiler's graph computes, so that second derivatives would be None."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(NOT_TWICE)
 
 
 def _keep_pooled(ctx: Ctx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -241,13 +249,18 @@ def _keep_pooled(ctx: Ctx, inputs: tuple[object, ...], output: tuple[Tensor, Ten
     ctx.save_for_backward(output[1], *([] if weights is None else [weights]))
 
 
-@once_differentiable
 def _pooled_grads(ctx: Ctx, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     kept, *weights = ctx.saved_tensors
     given = _backward.done, kept, grad, weights[0] if weights else None
-    found, done = torch.ops.tierstore.pooled_backward(*given)
+    _backward.derives_once = True
+    try:
+        with torch.no_grad():
+            found, done = torch.ops.tierstore.pooled_backward(*given)
+    finally:
+        _backward.derives_once = False
     _backward.then(done)
-    by_name = dict.fromkeys(Pooling.__annotations__) | {"weights": found if weights else None}
+    of_weights = derived_once(found, [grad, *weights]) if weights else None
+    by_name = dict.fromkeys(Pooling.__annotations__) | {"weights": of_weights}
     return (None, None, *by_name.values())
 
 

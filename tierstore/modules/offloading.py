@@ -48,7 +48,7 @@ _COLLECTIONS = (("embedding_bag_configs", "embedding_bags"), ("embedding_configs
 
 
 class Offloaded(EngineCalls, Mapping[str, TieredModule]):
-    """The tiered modules that were put in, by their path in the model. They share one engine, with all
+    """The tiered modules that were put in, by their path in the model. The modules share one engine, with all
     budgets.
 
     The object is a context manager, whose end closes it and commits if the configuration names a path.
@@ -102,9 +102,9 @@ def offload(
 
     Weights are kept, and forward and backward hooks; modules whose weights do not require gradients stay
     frozen; subclasses are left alone. Weights on the meta device, as of a table that memory has no room for,
-    begin with initial values: normal(0, 1) for torch's modules, those of the configuration for collections.
-    Without ``optimizer``, tables have the one that ``apply_optimizer_in_backward`` gave their weights.
-    From then on backward passes apply ``optimizer`` to the rows, so build the optimizer of the dense
+    begin with initial values: normal(0, 1) for torch's modules, the configuration's initial values for
+    collections. Without ``optimizer``, tables have the one that ``apply_optimizer_in_backward`` gave their
+    weights. From then on backward passes apply ``optimizer`` to the rows, so build the optimizer of the dense
     parameters from ``model.parameters()`` afterwards. ``optimizer`` may be a dict of optimizers by the paths
     of tables (``"*"``: all others); tables of collections are ``<path>.<table>``. If ``config.path`` holds a
     commit, its rows are used, not the model's.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs, UpdateRounding
-from tierstore.cache.device import Device, DeviceRows, Together
+from tierstore.cache.device import Device, DeviceRows, ReadyUpdates
 from tierstore.cache.pinned_rows import TierRows
 from tierstore.errors import GradientError, TierStoreError
 from tierstore.keys import split
@@ -175,7 +175,7 @@ class _Change:
         return [(self.part, at, rows) for at, rows in zip(self.places, left, strict=True)]
 
 
-Ready: TypeAlias = "list[tuple[list[_Change], Together]]"
+Ready: TypeAlias = "list[tuple[list[_Change], ReadyUpdates]]"
 """The changes of each device, and what makes them."""
 
 
@@ -214,7 +214,8 @@ def _make(changes: Sequence[_Change], updates: Sequence[PreparedUpdate]) -> list
         change: list(islice(made, len(change.calls) + 2)) for change in changes
     }
     left = _divided(
-        (own, one.left([result for change in own for result in timed[change][1:-1]])) for own, one in ready
+        (own, one.unchanged([result for change in own for result in timed[change][1:-1]]))
+        for own, one in ready
     )
     return [change.finish(left[change], timed[change][-1] - timed[change][0]) for change in changes]
 
@@ -229,8 +230,8 @@ def _made(
     ready, and what the calls return."""
     if devices:
         (device, own), *rest = devices
-        with device.together([call for one in own for call in one.calls]) as together:
-            return _made(rest, [*ready, (own, together)], changes, updates)
+        with device.ready_updates([call for one in own for call in one.calls]) as updating:
+            return _made(rest, [*ready, (own, updating)], changes, updates)
     native = _divided((own, one.calls) for own, one in ready)
     calls: list[Any] = []
     for change in changes:

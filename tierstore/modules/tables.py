@@ -258,6 +258,15 @@ class HasWeight(nn.Module):
             )
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse a ``weight`` that no lookup would read, as of ``functional_call`` with a state dict."""
+        if name == "weight":
+            raise ConfigError(
+                f"the rows of table {self.table.name!r} are in tiers, and lookups would not read a weight "
+                "that is set here; write rows with load_rows(ids, weight) or load_state_dict()"
+            )
+        super().__setattr__(name, value)  # type: ignore[arg-type]
+
     def save_weight(self, destination: dict[str, Tensor], key: str) -> None:
         """Put the table's weights, (num_embeddings, dim), into a state dict as ``key``."""
         save_table(self, self.table, destination, key)
@@ -334,3 +343,13 @@ class ShownParameter:
     def is_registered(self) -> bool:
         """Whether no wrapper has replaced the parameter."""
         return self._parameters.get(SHOWN) is self._first
+
+
+def leaf_of(shown: Sequence[ShownParameter], anchor: Tensor) -> Tensor:
+    """Return the tensor that autograd trains in place of rows: the parameter of a trained table, so that
+    ``backward(inputs=[*model.parameters()])`` reaches the rows, or ``anchor`` where a wrapper replaced it."""
+    for one in shown:
+        parameter = one.now
+        if parameter.requires_grad:
+            return parameter if type(parameter) is nn.Parameter else anchor
+    return anchor

@@ -145,7 +145,8 @@ class _AdagradSpec(OptimizerSpec):
 class RowWiseAdagrad(_AdagradSpec):
     """Adagrad with one sum per row: ``sum += mean(g^2); w -= lr / (sqrt(sum) + eps) * g``.
 
-    The semantics, and defaults, of fbgemm's EXACT_ROWWISE_ADAGRAD; ``weight_decay_mode`` as for :class:`SGD`.
+    The semantics and defaults are fbgemm's (EXACT_ROWWISE_ADAGRAD); ``weight_decay_mode`` as for
+    :class:`SGD`.
     """
 
     eps: float = 1e-8
@@ -160,8 +161,8 @@ class RowWiseAdagrad(_AdagradSpec):
 class Adagrad(_AdagradSpec):
     """``sum += g^2; w -= lr * g / (sqrt(sum) + eps)`` per weight.
 
-    torch.optim.Adagrad for the rows of a batch; ``weight_decay_mode`` as for :class:`SGD`. fbgemm's default
-    ``eps`` is 1e-8.
+    This is torch.optim.Adagrad for the rows of a batch; ``weight_decay_mode`` as for :class:`SGD`. fbgemm's
+    default ``eps`` is 1e-8.
     """
 
     name: ClassVar[str] = "adagrad"
@@ -196,7 +197,7 @@ class Adam(OptimizerSpec):
 class AdamW(Adam):
     """:class:`Adam` with decoupled weight decay: torch.optim.AdamW for the rows of a batch.
 
-    Its rows are Adam's, so a store of one can be opened with the other optimizer.
+    The rows of both optimizers are alike, so a store of one can be opened with the other optimizer.
     """
 
     weight_decay: float = 0.01
@@ -218,7 +219,7 @@ class AdamW(Adam):
 class PartialRowWiseAdam(Adam):
     """:class:`Adam` with one ``exp_avg_sq`` per row, of the mean of ``g^2``: fbgemm's PARTIAL_ROWWISE_ADAM.
 
-    Weight decay is decoupled, as there.
+    Weight decay is decoupled, as in fbgemm.
     """
 
     lr: float = 0.01

@@ -138,7 +138,7 @@ def _is_followed(leaf: Any) -> bool:
 def _stays(leaf: Any, ids: HostIds) -> bool:
     """Return whether a leaf is ids on the host."""
     if isinstance(leaf, Tensor):
-        return ids.are_all_of(leaf)
+        return leaf.is_cpu and ids.are_all_of(leaf)
     return is_keyed_jagged(leaf) and not _on_gpu(leaf)
 
 

@@ -16,22 +16,29 @@ class HostIds:
     """``inputs``: what the lookups of a batch read, such as ids and offsets."""
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
-        self._inputs = [tensor for tensor in inputs if tensor.is_cpu]
+        self._inputs = list(inputs)
 
     def are_all_of(self, leaf: Tensor) -> bool:
         """Return whether lookups read each element of ``leaf``, as one tensor or as several parts of it."""
-        same = [one for one in self._inputs if one.dtype is leaf.dtype]
-        plain = leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
-        if not same or not plain or not leaf.numel():
+        if any(one is leaf for one in self._inputs):
+            return True
+        same = [one for one in self._inputs if (one.dtype, one.device) == (leaf.dtype, leaf.device)]
+        if not same or not _is_plain(leaf) or not leaf.numel():
             return False
         begin, size = leaf.data_ptr(), leaf.element_size()
-        memory = leaf.untyped_storage().data_ptr()
-        parts = frozenset(
+        whole = tuple(leaf.shape), leaf.stride(), 0
+        views = [
             (tuple(one.shape), one.stride(), (one.data_ptr() - begin) // size)
             for one in same
-            if one.numel() and one.untyped_storage().data_ptr() == memory
-        )
-        return _cover((tuple(leaf.shape), leaf.stride(), 0), parts)
+            if _is_plain(one) and one.numel()
+        ]
+        # Tensors whose memory overlaps are views of one tensor.
+        parts = frozenset(view for view in views if view[2] <= _last(whole) and _last(view) >= 0)
+        return _cover(whole, parts)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type in ("cpu", "cuda") and tensor.layout is torch.strided and not tensor.is_nested
 
 
 @functools.lru_cache(maxsize=256)
@@ -39,7 +46,6 @@ def _cover(whole: _View, parts: frozenset[_View]) -> bool:
     """Return whether each element of ``whole`` is in one of ``parts``."""
     if whole in parts:
         return True
-    parts = frozenset(part for part in parts if part[2] <= _last(whole) and _last(part) >= 0)
     first = min(place for _, _, place in (whole, *parts))
     marks = torch.zeros(max(_last(view) for view in (whole, *parts)) - first + 1, dtype=torch.bool)
     for shape, strides, place in parts:

@@ -8,6 +8,7 @@ leaf); a collection's by identity of the jagged tensor's values, or by its featu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tierstore.modules.base import TieredModule
+from tierstore.pipeline.host_ids import HostIds
 
 Step = tuple[str, Any]  # ("item", key) or ("attr", name)
 Path = tuple[Step, ...]
@@ -45,13 +47,20 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, those of keyed jagged tensors included."""
+    """Yield the tensors in a batch, and in its keyed jagged tensors."""
     for _, leaf in leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
             continue
         parts = leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none()
         yield from (part for part in parts if part is not None)
+
+
+def tensors_read(module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a lookup with these arguments reads, with all parts of keyed jagged tensors: a
+    model that makes one of them needs its parts on one device."""
+    keyed = [value for value in (*args, *kwargs.values()) if is_keyed_jagged(value)]
+    return [*module.lookup_inputs(*args, **kwargs), *tensors_of(keyed)]
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -88,7 +97,8 @@ class Recorder:
         self.modules = modules
         self.calls: list[Call] = []
         self.unknown: list[TieredModule] = []
-        self._seen: list[tuple[TieredModule, tuple[Any, ...], dict[str, Any]]] = []
+        self._seen: list[tuple[TieredModule, tuple[Any, ...], dict[str, Any], bool]] = []
+        self._read: list[Path] = []
 
     def start(self) -> None:
         self._seen.clear()
@@ -96,8 +106,7 @@ class Recorder:
             module.observer = self._observe
 
     def _observe(self, module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.trains:
-            self._seen.append((module, args, kwargs))
+        self._seen.append((module, args, kwargs, module.trains))
 
     def stop(self) -> None:
         for module in self.modules:
@@ -110,9 +119,11 @@ class Recorder:
         """
         self.stop()
         found = list(leaves(batch))
+        self._learn_reads(found)
+        trained = [(module, args, kwargs) for module, args, kwargs, trains in self._seen if trains]
         calls: list[Call] = []
         unknown: dict[int, TieredModule] = {}
-        for module, args, kwargs in self._seen:
+        for module, args, kwargs in trained:
             arguments = _recipe(module, args, kwargs, found)
             if arguments is None:
                 unknown[id(module)] = module
@@ -121,9 +132,25 @@ class Recorder:
         # A module runs on demand altogether if a batch does not determine one of its calls.
         self.calls = [call for call in calls if id(call.module) not in unknown]
         self.unknown = list(unknown.values())
-        seen = bool(self._seen)
         self._seen.clear()
-        return seen
+        return bool(trained)
+
+    def _learn_reads(self, found: list[tuple[Path, Any]]) -> None:
+        """Learn which tensors of a batch are read by lookups, also by those that train no rows."""
+        read: list[Tensor] = []
+        for module, args, kwargs, _ in self._seen:
+            with suppress(Exception):  # the forward call has raised it
+                read += tensors_read(module, args, kwargs)
+        if read:
+            ids = HostIds(read)
+            self._read = [path for path, leaf in found if isinstance(leaf, Tensor) and ids.are_all_of(leaf)]
+
+    def read_of(self, batch: Any) -> Iterator[Tensor]:
+        """Yield the tensors of another batch that lookups read, as far as that is known."""
+        for path in self._read:
+            with suppress(LookupError, AttributeError, TypeError):  # the batch has another structure
+                if isinstance(leaf := follow(batch, path), Tensor):
+                    yield leaf
 
 
 def _recipe(

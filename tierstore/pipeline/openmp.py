@@ -1,4 +1,4 @@
-"""Processors for the threads of a prefetch beside those of OpenMP, by which torch computes."""
+"""Processors for the threads of a prefetch beside the threads of OpenMP, by which torch computes."""
 
 from __future__ import annotations
 

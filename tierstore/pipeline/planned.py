@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
@@ -14,7 +17,6 @@ from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
 from tierstore.modules.gpu import current_streams, on_streams
-from tierstore.pipeline.host_ids import HostIds
 from tierstore.pipeline.learning import tensors_of
 
 
@@ -25,6 +27,7 @@ class Planned:
     batch: Any
     aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
     lookups: list[tuple[TierGroup, PinnedRows]] = field(default_factory=list)
+    read: list[Tensor] = field(default_factory=list)  # what the lookups made ahead have read of the batch
     last: int = -1  # place of its last lookup among all of the session
     first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
     contents: dict[int, Content] = field(default_factory=dict)  # number of the call → hash of its inputs
@@ -40,6 +43,16 @@ class Planned:
     def __post_init__(self) -> None:
         self.streams = current_streams(tensors_of(self.batch))
         """The current streams of the thread that pulled the batch."""
+
+    def keep(self, module: TieredModule, ahead: Ahead, read: Sequence[Tensor]) -> None:
+        """Keep a lookup made ahead, and the tensors that it has ``read`` of the batch."""
+        self.aheads.append((module, ahead))
+        self.read += read
+
+    def drop(self) -> None:
+        """Drop the lookups made ahead."""
+        self.aheads.clear()
+        self.read.clear()
 
     def on_streams(self) -> AbstractContextManager[None]:
         """Return a context in which torch computes on the streams of the thread that pulled the batch: a GPU
@@ -57,11 +70,6 @@ class Planned:
     def is_ready(self) -> bool:
         """Whether it is a batch whose ids nobody reads any more but its forward call."""
         return self.prepared.is_open and not self.is_end
-
-    @property
-    def ids(self) -> HostIds:
-        """What the lookups made ahead have read of the batch."""
-        return HostIds(tensor for _, ahead in self.aheads for tensor in ahead.inputs)
 
     @property
     def rows(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -15,6 +16,7 @@ from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.copies import Unchanged, copies_to
+from tierstore.pipeline.host_ids import HostIds
 from tierstore.pipeline.learning import Call, Recorder
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
@@ -62,10 +64,10 @@ def prefetch(
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
     copies = copies_to(None if device is None else torch.device(device))
-    return _prefetched(loader, model, depth, window, inputs, copies)
+    return prefetched(loader, model, depth, window, inputs, copies)
 
 
-def _prefetched(
+def prefetched(
     loader: Iterable[Batch],
     model: nn.Module | Sequence[nn.Module],
     depth: int | str | None,
@@ -73,6 +75,7 @@ def _prefetched(
     inputs: Inputs | None,
     copies: Unchanged,
 ) -> Prefetched[Batch]:
+    """Return what :func:`prefetch` returns. ``copies``: brings batches to the device where they are used."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = _tiered_modules(models)
     config = modules[0].engine.config
@@ -112,7 +115,7 @@ def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
         module = by_name.get(key) if isinstance(key, str) else key
         if not isinstance(module, TieredModule):
             names = [name for name, m in by_name.items() if isinstance(m, TieredModule)]
-            raise ConfigError(f"inputs: {key!r} is not a tiered module of the model; those are {names}")
+            raise ConfigError(f"inputs: {key!r} is not a tiered module of the model; give one of {names}")
 
         def arguments(batch: Any, function: Callable[[Any], Any] = function) -> Any:
             value = function(batch)
@@ -172,8 +175,8 @@ def _run(
 ) -> Iterator[Batch]:
     tables = _Tables(modules)
     try:
+        recorder = Recorder([module for module in modules if tables.has(module)])
         if given is None:
-            recorder = Recorder([module for module in modules if tables.has(module)])
             try:
                 yield from _learn(loader, recorder, copies)
             finally:
@@ -182,9 +185,10 @@ def _run(
         else:
             calls = [call for call in given if tables.has(call.module)]
         if calls:
-            yield from _ahead(loader, tables.begin(calls), depth, window, copies)
+            yield from _ahead(loader, tables.begin(calls), depth, window, _Bringing(copies, recorder))
         else:
-            yield from map(copies.finish, loader)
+            for batch in loader:
+                yield copies.finish(batch, HostIds(recorder.read_of(batch)))
     finally:
         copies.forget()
         tables.end()
@@ -194,7 +198,7 @@ def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> It
     """Yield batches until a batch has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
-        made = copies.finish(batch)
+        made = copies.finish(batch, HostIds(recorder.read_of(batch)))
         yield made
         if recorder.learn(made):
             break
@@ -211,7 +215,7 @@ def _learn(loader: Iterator[Batch], recorder: Recorder, copies: Unchanged) -> It
 
 
 def _ahead(
-    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None, copies: Unchanged
+    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None, bringing: _Bringing
 ) -> Iterator[Batch]:
     failed: Exception | None = None
 
@@ -240,7 +244,7 @@ def _ahead(
     more = _fill(session, pull, depth, window)
     while (planned := next_batch()) is not None:
         try:
-            yield _brought(planned, session, copies)
+            yield bringing.brought(planned, session.following)
         finally:
             session.finish(planned)
         if more:
@@ -252,12 +256,22 @@ def _ahead(
         raise failed
 
 
-def _brought(planned: Planned, session: Session, copies: Unchanged) -> Any:
-    """Return the batch where it is used, and begin to bring the one after it."""
-    batch = copies.finish(planned.batch, planned.ids)
-    if (following := session.following) is not None:
-        copies.start(following.batch, following.ids)
-    return batch
+@dataclass(frozen=True)
+class _Bringing:
+    """How batches come to where they are used. ``recorder`` knows of lookups that are not made ahead."""
+
+    copies: Unchanged
+    recorder: Recorder
+
+    def brought(self, planned: Planned, following: Planned | None) -> Any:
+        """Return the batch where it is used, and begin to bring the one after it."""
+        batch = self.copies.finish(planned.batch, self._ids(planned))
+        if following is not None:
+            self.copies.start(following.batch, self._ids(following))
+        return batch
+
+    def _ids(self, planned: Planned) -> HostIds:
+        return HostIds([*planned.read, *self.recorder.read_of(planned.batch)])
 
 
 def _fill(
@@ -310,78 +324,3 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
         rows = max(1, len(pinned.batch.unique))
         fits = min(fits, group.fast.capacity // (2 * rows) - 1)
     return max(1, fits)
-
-
-class PrefetchPipeline:
-    """TorchRec-shaped training loop: ``progress(iterator)`` does one step and returns the model's output.
-
-    ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are
-    updated in the backward pass). Batches are moved to ``device`` with their own ``to``. To a GPU a stream of
-    its own copies the next batch while one is in use, without waiting where its memory is pinned. Ids stay on
-    the host, which plans lookups: keyed jagged tensors, and tensors of which each element is looked up, as is
-    known from ``inputs`` or from the first batch. A class of batches that is no pytree of torch shows its
-    tensors as attributes, or has ``record_stream``. ``StopIteration`` ends the epoch.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device | str = "cpu",
-        *,
-        depth: int | str | None = None,
-        window: int | str | None = None,
-        inputs: Inputs | None = None,
-    ) -> None:
-        self.model = model
-        self.forward: Callable[[Any], tuple[torch.Tensor, Any]] = model
-        """Called with each batch; returns ``(loss, output)``."""
-        self.optimizer = optimizer
-        self.device = torch.device(device)
-        self._options = depth, window, inputs
-        self._copies = copies_to(self.device)
-        self._source: Any = None
-        self._batches: Iterator[Any] | None = None
-
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Do one training step (in ``eval()`` mode: one forward pass) on the next batch of the iterator."""
-        if self._batches is None or dataloader_iter is not self._source:
-            self.close()
-            self._source = dataloader_iter
-            batches = self.batches_of(dataloader_iter)
-            self._batches = _prefetched(batches, self.model, *self._options, self._copies)
-        try:
-            batch = next(self._batches)
-        except BaseException:
-            self.close()
-            raise
-        return self.step(batch) if self.model.training else self.evaluate(batch)
-
-    def batches_of(self, dataloader_iter: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of the iterator that are trained: on the device, unless it is a GPU, to which
-        they are copied when they are used."""
-        if self.device.type == "cuda":
-            return dataloader_iter
-        return (batch.to(self.device) if hasattr(batch, "to") else batch for batch in dataloader_iter)
-
-    def evaluate(self, batch: Any) -> Any:
-        """Do a forward pass without gradients and return the model's output."""
-        with torch.no_grad():
-            return self.forward(batch)[1]
-
-    def step(self, batch: Any) -> Any:
-        """Do a training step and return the model's output."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        loss, output = self.forward(batch)
-        loss.sum().backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return output
-
-    def close(self) -> None:
-        """End the prefetch; the next :meth:`progress` starts anew."""
-        batches, self._batches, self._source = self._batches, None, None
-        close: Callable[[], None] | None = getattr(batches, "close", None)
-        if close is not None:
-            close()

@@ -203,7 +203,7 @@ def _bought(size: FloatArray, density: FloatArray, ends: NDArray[np.bool_], room
     """Return the bytes of each step that ``room`` bytes buy, densest first.
 
     Steps at the price that the room ends among are taken in equal parts, so that equal shards get equal rows.
-    Those that end an index (``ends``) are of use only whole, and are taken one after another.
+    Steps that end an index (``ends``) are of use only whole, and are taken one after another.
     """
     order = np.argsort(-density, kind="stable")
     over = np.flatnonzero(np.cumsum(size[order]) > room)

@@ -30,7 +30,7 @@ def plain_number(value: Any) -> Any:
 
 
 def fields_of(values: Any, where: str, known: Collection[str], needed: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a mapping: an empty one is as good as none, and numbers may be strings.
+    """Return the fields of a mapping, without empty fields; numbers may be strings.
 
     Raises ConfigError, with ``where``, for what is no mapping, for fields that are not ``known`` and for
     ``needed`` ones that are missing.

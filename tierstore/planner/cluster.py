@@ -100,7 +100,7 @@ class Cluster:
         return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()), 1e-12)
 
     def total(self, unit: float, power: float) -> float:
-        """Return the sum of :func:`badness` over ranks and hosts."""
+        """Return a smooth maximum of the seconds of ranks and hosts; what does not fit outweighs time."""
         spilled = self._by_host(self._spilled(self.ranks))
         rank, host = self._badness(self.ranks, self.hosts, spilled, unit, power)
         return float(rank.sum() + host.sum())
@@ -122,9 +122,10 @@ class Cluster:
 
     def _badness(
         self, ranks: FloatArray, hosts: FloatArray, spilled: FloatArray, unit: float, power: float
-    ) -> tuple[FloatArray, FloatArray]:
-        rank, host = self._of_ranks(ranks), self._of_hosts(hosts, spilled)
-        return badness(*rank, unit, power), badness(*host, unit, power)
+    ) -> list[FloatArray]:
+        """Return what each rank, and what each host, adds to the total."""
+        both = self._of_ranks(ranks), self._of_hosts(hosts, spilled)
+        return [((s / unit) ** power).sum(axis=1) + _OVERFLOW * over * (1 + over) for s, over in both]
 
     def _by_host(self, values: FloatArray) -> FloatArray:
         """Return sums over the ranks of each host."""
@@ -150,14 +151,6 @@ class Cluster:
         over = np.maximum(0, held[:, 0] - room) / max(memory, 1)
         over += np.maximum(0, _at(held, hosts[:, _FILES], room) - ssd) / max(ssd, 1)
         return _at(held, hosts[:, _DRIVES], room)[:, None], over
-
-
-def badness(seconds: FloatArray, over: FloatArray, unit: float, power: float) -> FloatArray:
-    """Return a smooth maximum to be summed over ranks and hosts, float64 (n,).
-
-    What does not fit outweighs time.
-    """
-    return ((seconds / unit) ** power).sum(axis=1) + _OVERFLOW * over * (1 + over)
 
 
 def _at(bytes_: FloatArray, values: FloatArray, room: FloatArray) -> FloatArray:

@@ -157,7 +157,7 @@ _INSTEAD = {
 
 
 def constraints_of(value: Any, table: str) -> ParameterConstraints:
-    """``value``, or what an object with the fields of torchrec's ParameterConstraints demands."""
+    """Return ``value``, or what an object with the fields of torchrec's ParameterConstraints demands."""
     if isinstance(value, ParameterConstraints):
         return value
     whose, known = f"constraints of {table!r}", all(hasattr(value, name) for name in _THEIRS)

@@ -29,7 +29,7 @@ class MissCurve:
     misses: FloatArray
 
     def at(self, rows: float) -> float:
-        """Miss ratio of a memory of ``rows`` rows."""
+        """Return the miss ratio of a memory of ``rows`` rows."""
         return float(np.interp(rows, self.rows, self.misses))
 
     @classmethod

@@ -122,7 +122,7 @@ def options_of(problem: Problem, number: int) -> list[ShardingOption]:
         f"{demand.min_partition or MIN_COLUMNS}{whole_rows})",
     )
     options = [option_of(problem, number, shape) for shape in shapes]
-    # An option that no device can hold is no way out, not even of a model that does not fit.
+    # An option that no device can hold does not help, even where the model does not fit.
     least = [one.cost.hbm_floor * one.cost.slot_bytes + one.cost.fixed_hbm for one in options]
     fitting = [one for one, size in zip(options, least, strict=True) if size <= topology.hbm_per_rank]
     return fitting or options

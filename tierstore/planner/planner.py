@@ -63,14 +63,19 @@ class EmbeddingShardingPlanner:
         self.search_seconds = search_seconds
 
     def plan(
-        self, module: Any, sharders: Sequence[Any] | None = None, advice_seconds: float = 0.0
+        self,
+        module: Any,
+        sharders: Sequence[Any] | None = None,
+        advice_seconds: float = 0.0,
+        simulate: Callable[[ShardingPlan], Any] | None = None,
     ) -> ShardingPlan:
         """Return a plan for the collections in ``module``, or for a sequence of table configurations.
 
         ``sharders`` is accepted for torchrec's callers; every embedding collection is planned. The dense
         part of a module counts four times its parameters' bytes unless ``workload`` says ``dense_bytes``.
         With ``advice_seconds`` the report says what better machines would change by planning again for each,
-        if that takes no longer; else with the same options and ranks.
+        if that takes no longer; else with the same options and ranks. ``simulate`` counts what the plan's
+        tiers miss (``tierstore.simulation.Simulated``), in place of what curves say.
         Raises InfeasiblePlanError if the tables do not fit, ConfigError for constraints that cannot be met.
         """
         problem, start = self._problem_of(module), time.perf_counter()
@@ -81,7 +86,12 @@ class EmbeddingShardingPlanner:
         require(not crowded, f"{crowded}; let constraints cut the tables by rows over more ranks")
         plan = plan_of(solution)
         helps, again = what_would_help(solution, advice_seconds)
+        simulated = None if simulate is None else simulate(plan)
+        if simulated is not None:
+            solution = simulated.of(solution)
+            plan = plan_of(solution)
         report = report_of(solution, plan) | {"what_would_help": helps, "helps_by_planning_again": again}
+        report = report if simulated is None else simulated.added_to(report)
         return replace(plan, report={**report, "plan_seconds": time.perf_counter() - start})
 
     def collective_plan(

@@ -135,16 +135,15 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
     more_hbm = format_bytes(int(((cost.rows - hbm) * cost.slot_bytes).sum()))
     size = int(((cost.rows - memory) * cost.slot_bytes - stored * cost.index_bytes).sum())
     more_memory = f"{format_bytes(size)} {'more' if size > 0 else 'as well'}"
-    all_in_hbm = -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any()
-    all_in_memory = -ssd * np.bincount(hosts, on_ssd).max()
-    without_hbm = link * (cost.curve.at(cost.hbm_floor) - on_link.min())
-    without_host_memory = ssd * np.bincount(hosts, on_link - on_ssd).max()
-    # Names of seconds, how they come about, and the tier whose time they are.
+    more = -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any()
+    less_hbm = link * (cost.curve.at(cost.hbm_floor) - on_link.min())
+    less_memory = ssd * np.bincount(hosts, on_link - on_ssd).max()
+    # The names say whose time a change takes, and the words what the change is.
     changes = {
-        "all_in_hbm_link_s": (f"all in hbm: {more_hbm} more", all_in_hbm),
-        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", all_in_memory),
-        "one_tier_lower_link_s": ("without its hbm", without_hbm),
-        "without_host_memory_ssd_s": ("without its host memory", without_host_memory),
+        "all_in_hbm_link_s": (f"all in hbm: {more_hbm} more", more),
+        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", -ssd * np.bincount(hosts, on_ssd).max()),
+        "one_tier_lower_link_s": ("without its hbm", less_hbm),
+        "without_host_memory_ssd_s": ("without its host memory", less_memory),
     }
     why = [
         f"{what}: {s * 1e3:+.3g} ms of {name.split('_')[-2]} time ({abs(s) / step:.1%} of the step)"
@@ -156,7 +155,6 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
         why.append(f"{on_ssd.mean():.1%} of its {unique:,.0f} unique rows per step are read from ssd")
     return {
         "tiers": ["hbm"] + ["uvm"] * bool((memory > hbm + 1).any()) + ["ssd"] * bool(stored.any()),
-        "predicted_memory_hit_rate": 1 - float(on_ssd.mean()),
         **{name: float(s) for name, (_, s) in changes.items()},
         "why": "; ".join(why) or "every row is in hbm",
     }

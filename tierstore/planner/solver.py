@@ -84,7 +84,7 @@ def solve(problem: Problem, seconds: float) -> Solution:
 
 
 def divided(problem: Problem, placed: Sequence[Placed]) -> Solution:
-    """Return the better way to divide device memory: by seconds of the link, or by those of the drives."""
+    """Return the better division of device memory: by seconds of the link, or by seconds of the drives."""
     both = (_divided(problem, placed, per_miss) for per_miss in ("link_s", "ssd_s"))
     return min(both, key=lambda one: (sum(one.caches.missing.values()), one.prediction.step))
 
@@ -96,8 +96,8 @@ def _divided(problem: Problem, placed: Sequence[Placed], per_miss: str) -> Solut
 
 
 def _groups(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> NDArray[np.int64]:
-    """Return numbers that shards have in common that share slots: those of one row layout and collection on
-    one rank that have none of their own."""
+    """Return a number for each shard, equal for shards that share slots: shards of one row layout and
+    collection on one rank that have no slots of their own."""
     numbers: dict[Any, int] = {}
     found: list[int] = []
     for item in placed:

@@ -46,11 +46,11 @@ class TableStats:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table to be placed. The first fields are those of EmbeddingBagConfig.
+    """A table to be placed. The first fields are fields of EmbeddingBagConfig.
 
     ``pooling_factor``: mean ids per example and feature. ``popularity`` is used where there are no ``stats``.
     ``touched_rows``: rows that training will ever use; default all of them. ``dtype``: of weights; ``tiers``:
-    says those of lower tiers; None: the same.
+    says the dtypes of lower tiers; None: the same.
     """
 
     name: str
@@ -104,7 +104,7 @@ class TableSpec:
         return self.touched_rows or self.num_embeddings
 
     def accesses(self, global_batch: int) -> float:
-        """Lookups per step."""
+        """Return the lookups per step."""
         return global_batch * len(self.feature_names) * self.pooling_factor
 
     def demand(self, global_batch: int) -> tuple[float, MissCurve]:
@@ -147,14 +147,14 @@ def dtype_of(name: str, kind: Any) -> str:
 
 
 def optimizer_name(name: Any) -> str:
-    """Of fbgemm's names ("exact_row_wise_adagrad") and those of classes ("RowWiseAdagrad") ours."""
+    """Return our name for a name of fbgemm ("exact_row_wise_adagrad") or of a class ("RowWiseAdagrad")."""
     plain = str(name).lower().replace("_", "").removeprefix("exact")
     return next((known for known in STATE_FLOATS if known.replace("_", "") == plain), str(name))
 
 
 def with_stats(spec: TableSpec, values: Mapping[str, Any]) -> TableSpec:
-    """``spec`` with what was recorded of it. ``capacity_miss_ratio`` goes before ``unique_miss_ratio``,
-    since rows never written are not read."""
+    """Return ``spec`` with what was recorded of the table. ``capacity_miss_ratio`` goes before
+    ``unique_miss_ratio``, since rows never written are not read."""
     try:
         require(isinstance(values, Mapping), f"expected a mapping, got {values!r}")
         misses = values.get("capacity_miss_ratio")
@@ -176,7 +176,8 @@ def prepared(
     stats: Mapping[str, Mapping[str, Any]],
     world_size: int,
 ) -> list[TableSpec]:
-    """``specs`` with constraints' and stats' numbers. Raises ConfigError for doubled or unknown tables."""
+    """Return ``specs`` with the numbers of constraints and stats. Raises ConfigError for doubled or unknown
+    tables."""
     tables = list(specs)
     names = [spec.name for spec in tables]
     require(names, "there are no tables to plan")

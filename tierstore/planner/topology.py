@@ -161,8 +161,8 @@ class Topology:
         return min(1.0, max(0.0, 2 / self.processors_per_rank - 1)) if self.one_fetcher else 0.0
 
     def step_seconds(self, stages: NDArray, ssd: NDArray) -> float:
-        """Return the seconds of a step of the slowest rank by its seconds of ``stages``, (ranks, stages), and
-        those of its host's drives, ``ssd``, (ranks,).
+        """Return the seconds of a step of the slowest rank. ``stages``: seconds of each rank and stage,
+        (ranks, stages); ``ssd``: seconds of the drives of each rank's host, (ranks,).
 
         Stages of equal means, but not of equal seconds in every batch, wait for one another, since few
         batches are in flight.

@@ -195,12 +195,27 @@ class ShardingEnv:
             work = dist.broadcast(tensor, source, group=self.outputs, async_op=True)
         self.peers.wait(work)
 
+    def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
+        """Begin to add up a tensor in host memory over all ranks, in place, as a part of a step."""
+        with self.peers.reached():
+            exchange = self.peers.begin(exchange=True)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+        return Pending(self.peers, work, tensor, exchange=exchange)
+
     def barrier(self) -> None:
         """Wait until all ranks call it. Raises RankError if a rank has stopped."""
+        self._wait_for_all(exchange=False)
+
+    def meet(self) -> None:
+        """Wait as :meth:`barrier` does, in a step: for use before a collective of torch, which does not end
+        where a rank has stopped."""
+        self._wait_for_all(exchange=True)
+
+    def _wait_for_all(self, *, exchange: bool) -> None:
         with self.peers.reached():
-            self.peers.begin(exchange=False)
+            number = self.peers.begin(exchange=exchange)
             work = dist.barrier(group=self.outputs, async_op=True)
-        self.peers.wait(work)
+        self.peers.wait(work, number)
 
     def _reduce(self, tensor: Tensor, kind: Any, group: Any) -> None:
         with self.peers.reached():

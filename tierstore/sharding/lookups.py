@@ -49,7 +49,7 @@ class ShardedLookup(FeatureLookup):
 
 
 class NoRows(torch.autograd.Function):
-    """The lookup of a rank without shards: ``apply(anchor, module, lookup)`` → no floats. Its backward pass
+    """The lookup of a rank without shards: ``apply(anchor, module, lookup)`` → no floats. The backward pass
     joins the exchange of the gradients and takes part in the update that the other ranks make."""
 
     @staticmethod

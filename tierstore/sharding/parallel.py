@@ -33,6 +33,7 @@ from tierstore.sharding.arguments import (
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.comms import CommsConfig
+from tierstore.sharding.dense_gradients import DenseGradients
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
@@ -57,9 +58,10 @@ def shard(
 
     A commit below the path of ``config`` is restored, also of another plan and number of ranks. Without a
     commit, rows that ``module`` has touched are taken over, on every rank from its own copy, which must be
-    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that
-    of ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with
-    a path can be open in one process only. ``comms``: how the ranks exchange rows; None: exactly.
+    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces the
+    configuration of ``module``, in particular its ``path`` (below which every rank gets a folder): an
+    unsharded module with a path can be open in one process only. ``comms``: how the ranks exchange rows;
+    None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
@@ -100,10 +102,12 @@ def _shard(
     sharded = _sharded(module, plan, env, options)
     try:
         sharded.take_gradient_hooks(module)
+        hooks = module.rules.hooks.of
+        found: dict[str, Any] = {"gradient hooks": sorted((t, len(own)) for t, own in hooks.items() if own)}
         if sharded.is_fresh:
             with env.shared_errors():
-                found = _take_over(sharded, module)
-            env.check_same(found)
+                found |= _take_over(sharded, module)
+        env.check_same(found)
     except BaseException:
         sharded.close_here()
         raise
@@ -219,7 +223,6 @@ class DistributedModelParallel(nn.Module):
             partial(twice_held, found, self.env, path),
         )
         self._sharded: dict[str, ShardedCollection] = {}
-        self._ordered = False
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
@@ -287,9 +290,11 @@ class DistributedModelParallel(nn.Module):
             return module
         if on_gpu and self.env.world_size > 1 and "nccl" not in str(dist.get_backend_config(group)):
             group = self.env.gpu_group("dense")
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             module, process_group=group, find_unused_parameters=find_unused_parameters
         )
+        self._gradients = DenseGradients(ddp, self.env)
+        return ddp
 
     @property
     def module(self) -> nn.Module:
@@ -309,21 +314,10 @@ class DistributedModelParallel(nn.Module):
         return self._fused_optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._meet()
-        return self._wrapped(*args, **kwargs)
-
-    def _meet(self) -> None:
-        """Let ranks meet where DDP is about to broadcast buffers, or, once, the order of its gradients: these
-        waits of DDP do not end where a rank has stopped."""
         ddp = self._wrapped
-        if not isinstance(ddp, DistributedDataParallel) or self.env.world_size == 1:
-            return
-        orders = torch.is_grad_enabled() and not ddp.find_unused_parameters and not self._ordered
-        if orders or ddp.will_sync_module_buffers():
-            self.env.peers.meet()
-        if orders:
-            self._ordered = ddp.reducer._rebuild_buckets()
+        if isinstance(ddp, DistributedDataParallel) and not torch.compiler.is_compiling():
+            self._gradients.meet_before_forward(ddp)
+        return self._wrapped(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the unsharded model, on every rank; all ranks call it."""

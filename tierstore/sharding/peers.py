@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +17,6 @@ _LOOK_AGAIN = timedelta(seconds=1)
 """Seconds that a rank waits before it looks whether another rank has stopped."""
 _STOPPED = "tierstore: a rank has stopped"
 _WAITS = "tierstore: waits, rank "
-_MEETS = "tierstore: meetings of rank "
-_PATIENCE_S, _PAUSE_S = 10, 0.0005
 _GO_ON = (
     "Nothing of this step, or of a commit under way, counts; start the job again, and it goes on from the "
     "last commit of all ranks (set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun to restart ranks by "
@@ -60,7 +57,6 @@ class Peers:
         self.progress = Progress()
         self.handled: BaseException | None = None
         """The exception that all ranks were handling at the same point, so that it stops none of them."""
-        self._meetings = 0
         self._thread = 0
         """The thread that begins collectives. Threads that read ahead may wait while it does not."""
         self.lost = ""
@@ -110,32 +106,6 @@ class Peers:
                     self._check_progress(exchange)
             if reported:
                 self._publish(Progress())
-
-    def meet(self) -> None:
-        """Wait until all ranks call this: for use before a collective of torch that does not end where a rank
-        has stopped. Raises RankError if a rank has stopped, or waits for a collective of another kind.
-
-        A rank that does not come for :data:`_PATIENCE_S` may be dead, which the sockets of the collective
-        tell and the store does not: so this returns then.
-        """
-        self._meetings += 1
-        begin = looked = time.monotonic()
-        with self.reached():
-            self._group.get_group_store().set(f"{_MEETS}{self._rank}", str(self._meetings))
-            while not self._have_met() and time.monotonic() - begin < _PATIENCE_S:
-                if reason := self._stop_reason():
-                    raise RankError(f"{reason}. {_GO_ON}")
-                if time.monotonic() - looked > _LOOK_AGAIN.total_seconds():
-                    looked = time.monotonic()
-                    self._check_progress(self.progress.exchanges + 1)
-                time.sleep(_PAUSE_S)
-        if looked > begin:
-            self._publish(Progress())
-
-    def _have_met(self) -> bool:
-        store = self._group.get_group_store()
-        keys = [f"{_MEETS}{rank}" for rank in range(self._group.size())]
-        return store.check(keys) and all(int(store.get(key)) >= self._meetings for key in keys)
 
     def follow(self, work: Any) -> None:
         """Let the current stream of the GPU wait for a collective there. The host does not wait: how long a

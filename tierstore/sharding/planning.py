@@ -144,7 +144,7 @@ def _ranks_per_host(env: ShardingEnv) -> int:
 
 
 def without_bytes(plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan's cuts and ranks alone: budgets are those of TierConfig."""
+    """Return the plan's cuts and ranks alone; TierConfig has the budgets."""
 
     def bare(table: TablePlacement) -> TablePlacement:
         none = {f"{tier}_bytes": 0 for tier in ("hbm", "uvm", "ssd")} | {"hbm_rows": 0, "uvm_rows": 0}

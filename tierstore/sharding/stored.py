@@ -84,8 +84,8 @@ class _Collection:
 
 
 class _Table:
-    """One table, and where its shards are: ``shards[c]`` are those of the c-th range of columns, each with
-    the ids that it has, its store, and the number of its table there."""
+    """One table, and where its shards are: ``shards[c]`` has the shards of the c-th range of columns, each
+    with the ids that it has, its store, and the number of its table there."""
 
     def __init__(self, placement: TablePlacement, index: int, collection: _Collection) -> None:
         self.placement = placement

@@ -66,7 +66,8 @@ def received(
     """Join what the ranks have sent; see KeyedJaggedTensor.dist_init."""
     most = 4 if variable_stride_per_key else 3
     if not most - 1 <= len(tensors) <= most:
-        raise InputError(f"{_INIT}: {len(tensors)} tensors; give those of dist_labels, {most - 1} or {most}")
+        needed = f"give the tensors of dist_labels, {most - 1} or {most}"
+        raise InputError(f"{_INIT}: {len(tensors)} tensors; {needed}")
     lengths, values = tensors[0].reshape(-1), tensors[1]
     weights = tensors[-1] if len(tensors) == most else None
     strides: Tensor | None = None

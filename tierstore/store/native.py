@@ -72,7 +72,7 @@ class NativeConfig:
     without it."""
     index: str = "auto"
     """How the index finds rows: "hash", "compact" (ranges of ids of which many are stored take an array in
-    place of hash entries), or "auto": compact for tables of 4,194,304 stored rows or more."""
+    place of hash entries), or "auto": compact for tables of 65,536 stored rows or more."""
     limits: NativeLimits | None = None
     """None: the limits of the core."""
 
@@ -113,9 +113,8 @@ class NativeStore:
 
     ``path`` is a folder of its own that exists and is locked by the caller; ``options.further`` are such
     folders on further devices. Opening gives the last commit (or ``config.at``); rows written after it are
-    gone. Calls may come from any thread. They exclude one another,
-    except ``read``, which runs beside all calls. ``close`` interrupts calls. ``env`` is a test double of the
-    file system.
+    gone. Calls may come from any thread. Calls exclude one another, except ``read``, which runs beside all
+    calls. ``close`` interrupts calls. ``env`` is a test double of the file system.
     """
 
     engine = "native"

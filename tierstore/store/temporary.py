@@ -18,7 +18,7 @@ _PREFIX = "tierstore-temporary-"
 
 
 def temporary_folder(undo: ExitStack) -> Path:
-    """Make a folder, which ``undo`` deletes; delete those of processes that were killed."""
+    """Make a folder, which ``undo`` deletes; delete the folders of processes that were killed."""
     with suppress(OSError):
         _delete_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))

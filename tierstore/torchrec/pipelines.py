@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.train_pipeline import train_pipelines
 
 from tierstore.errors import ConfigError
-from tierstore.pipeline.prefetch import PrefetchPipeline
+from tierstore.pipeline.prefetch_pipeline import PrefetchPipeline
 
 _IN_FLIGHT = 2
 """Batches that torchrec's pipeline has beside the one that computes."""

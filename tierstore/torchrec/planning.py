@@ -217,7 +217,8 @@ def sharder_demands(sharder: TieredSharder, device: str) -> dict[str, Any]:
 def _joined(
     own: planner.ParameterConstraints, of_sharder: Mapping[str, Any], table: str
 ) -> planner.ParameterConstraints:
-    """Return a table's own demands, completed by those of its sharder; both must allow a sharding type."""
+    """Return a table's own demands, completed by the demands of its sharder; both must allow a sharding
+    type."""
     more = dict(of_sharder)
     if own.sharding_types is not None and "sharding_types" in more:
         both = tuple(kind for kind in own.sharding_types if kind in more["sharding_types"])

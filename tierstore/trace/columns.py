@@ -66,11 +66,12 @@ def chosen_arrays(path: Path, columns: Sequence[str] | None, samples: Samples) -
 
 
 def listed(samples: Samples) -> str:
-    """Return a line for every column: its name, and its first values."""
+    """Return a line for every column: its name, and its first values, without missing ones."""
     width = max(len(_shown(name)) for name in samples)
     lines = []
     for name, values in samples.items():
-        first = list(dict.fromkeys(map(str, values)))[:_SHOWN]
+        there = (value for value in values if value not in ("", None))
+        first = list(dict.fromkeys(map(str, there)))[:_SHOWN]
         lines.append(f"  {_shown(name):<{width}}  {', '.join(map(_shown, first))} ...")
     return "\n".join(lines)
 

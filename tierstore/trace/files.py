@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tierstore.errors import ConfigError, InputError
 from tierstore.trace.columns import SAMPLE, chosen, chosen_arrays
 from tierstore.trace.json_lines import open_json_lines
 from tierstore.trace.multi_hot import is_multi_hot, open_multi_hot
-from tierstore.trace.trace import TableIds, Trace, in_batches
+from tierstore.trace.trace import TableIds, Trace, in_bags, in_batches
 
 # libCacheSim's oracleGeneral: time, id, size, and the position of the next request of the id.
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -82,8 +82,9 @@ def open_text(path: Path, batch_size: int) -> Trace:
 def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     """Open a file of a header and one example per line; each of ``columns`` is a table.
 
-    A column of integers has ids. The values of another column, the empty value too, are numbered by first
-    use. Where the header has no comma, columns may be divided by semicolons, tabs or bars.
+    A column of integers has ids. The values of another column are numbered by first use. An example whose
+    value is empty has no id there. Where the header has no comma, columns may be divided by semicolons, tabs
+    or bars.
     """
     with _text(path) as lines:
         top = lines.readline()
@@ -103,8 +104,10 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
         for row in chain(first, rows):
             for column, position in zip(values, positions, strict=True):
                 column.append(row[position])
-    arrays = {name: _ids(path, name, column) for name, column in zip(names, values, strict=True)}
-    return _from_columns(path, arrays, batch_size)
+    found = [_bags(path, name, column) for name, column in zip(names, values, strict=True)]
+    if not any(len(ids) for ids, _ in found):
+        raise InputError(f"{path}: no line has an id in {', '.join(names)}")
+    return Trace(str(path), tuple(names), in_bags(found, batch_size), -(-len(values[0]) // batch_size))
 
 
 def _check_header(path: Path, header: list[str]) -> None:
@@ -119,6 +122,8 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 def _rows(path: Path, reader: Any, width: int) -> Iterator[list[str]]:
     for row in reader:
+        if not row:  # a blank line is no example
+            continue
         if len(row) != width:
             raise InputError(f"{path}, line {reader.line_num}: {len(row)} values, but the header has {width}")
         yield row
@@ -240,6 +245,13 @@ def _parquet_samples(file: Any) -> dict[str, list[object]]:
         field.name: [field.type] if first is None else first.column(i).to_pylist()
         for i, field in enumerate(file.schema_arrow)
     }
+
+
+def _bags(path: Path, name: str, values: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a column, and where those of each example begin: an empty value is no id."""
+    there = np.fromiter(map(bool, map(str.strip, values)), bool, len(values))
+    given = values if there.all() else list(compress(values, there))
+    return _ids(path, name, given), np.concatenate([[0], np.cumsum(there)])
 
 
 def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:

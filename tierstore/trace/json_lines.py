@@ -12,7 +12,7 @@ import numpy as np
 
 from tierstore.errors import InputError
 from tierstore.trace.columns import SAMPLE, chosen
-from tierstore.trace.trace import TableIds, Trace
+from tierstore.trace.trace import Trace, in_bags
 
 
 def open_json_lines(
@@ -32,21 +32,14 @@ def open_json_lines(
     if not samples:
         raise InputError(f"{path} is empty: a log needs at least one object with a field")
     fields = {name: _Field(path, name) for name in chosen(path, columns, samples)}
-    count = 0
     for number, example in _both(first, objects):
         for name, field in fields.items():
             field.add(number, example.get(name))
-        count += 1
     if not any(field.ids for field in fields.values()):
         raise InputError(f"{path}: no line has an id in {', '.join(fields)}")
     found = [field.arrays() for field in fields.values()]
-
-    def batches() -> Iterator[list[TableIds]]:
-        for begin in range(0, count, batch_size):
-            end = min(begin + batch_size, count)
-            yield [(table, ids[ends[begin] : ends[end]]) for table, (ids, ends) in enumerate(found)]
-
-    return Trace(str(path), tuple(fields), batches, -(-count // batch_size))
+    batches = -(-(len(found[0][1]) - 1) // batch_size)
+    return Trace(str(path), tuple(fields), in_bags(found, batch_size), batches)
 
 
 def _both(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
@@ -99,5 +92,5 @@ class _Field:
         return InputError(f"{self._path}, line {line}: {self._name} is {json.dumps(value)[:40]}; {why}")
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids (n,) and where those of each example begin (examples + 1,)."""
+        """Return the ids (n,) and where the ids of each example begin (examples + 1,)."""
         return np.array(self.ids, np.int64), np.array(self._ends, np.int64)

@@ -96,6 +96,21 @@ def in_batches(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Itera
     return batches
 
 
+def in_bags(
+    columns: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int
+) -> Callable[[], Iterator[list[TableIds]]]:
+    """Cut columns into batches of ``batch_size`` examples. A column, one per table, has the ids of all
+    examples, and where the ids of each example begin, (examples + 1,)."""
+    examples = len(columns[0][1]) - 1
+
+    def batches() -> Iterator[list[TableIds]]:
+        for begin in range(0, examples, batch_size):
+            end = min(begin + batch_size, examples)
+            yield [(table, ids[ends[begin] : ends[end]]) for table, (ids, ends) in enumerate(columns)]
+
+    return batches
+
+
 def _forget_pages(columns: Sequence[np.ndarray]) -> None:
     """Forget pages of mapped files, which would count as memory of this process for as long as it runs."""
     for column in columns:

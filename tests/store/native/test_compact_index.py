@@ -9,6 +9,7 @@ from tests.store.native.test_limits import holds, open_on, put
 from tierstore import _core
 from tierstore.errors import ConfigError, InputError
 from tierstore.keys import MAX_ID, make_keys
+from tierstore.planner.costs import COMPACT_INDEX_ROWS, index_bytes
 from tierstore.store.native import NativeConfig, NativeLimits
 
 RANGE = 64
@@ -166,3 +167,26 @@ def test_wrong_forms_are_named():
     for bits in (5, 17):
         with pytest.raises(InputError, match=f"range_bits is {bits}; it must be from 6 to 16"):
             open_on(_core.MemoryEnv(), limits=NativeLimits(range_bits=bits))
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_an_automatic_index_is_compact_from_65536_rows_on(off):
+    count = 65_536 + off
+    ids = np.random.default_rng(0).permutation(count)
+    with open_on(_core.MemoryEnv(), 16, segment_bytes=1 << 22) as store:
+        put(store, ids, 1, 16)
+        for _ in range(8):  # a range becomes dense per call, and then the hash becomes smaller
+            put(store, ids[:1], 2, 16)
+        assert (store.counters()["dense_rows"] > 0) == (off >= 0)
+        assert (store.counters()["index_bytes"] < 4 * count) == (off >= 0)
+        assert holds(store, ids[1:], 1, 16)
+
+
+@pytest.mark.parametrize("count", [COMPACT_INDEX_ROWS, 3 * COMPACT_INDEX_ROWS // 2, 1_000_000])
+def test_an_index_that_fills_takes_what_the_planner_reckons_with(count):
+    ids = np.random.default_rng(0).permutation(count)
+    with open_on(_core.MemoryEnv(), 16, segment_bytes=1 << 24) as store:
+        for first in range(0, count, 4096):
+            put(store, ids[first : first + 4096], 1, 16)
+            assert store.counters()["index_bytes"] <= index_bytes(count) == 8 * count
+        assert store.counters()["index_bytes"] <= 4 * count

@@ -36,6 +36,8 @@ _RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and
 _THREADS = 2  # one chooses the next part while the other reads
 _PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
 _MOST_AT_ONCE = 1 << 14  # rows of a part; a plan may have to wait for a part
+_EARLY = 1 / 8  # of a round: while the room allows, a round goes on so much before it is due
+_ROOMY = 1 / 8  # of the rows that may be here: so many must be free for that
 _LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
 
 
@@ -59,7 +61,8 @@ class _Part:
 
 
 class ReadAhead:
-    """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
+    """Rows of one group. The caller of a method holds ``lock``; the caller of :meth:`wait` and :meth:`close`
+    does not.
 
     ``max_bytes``: the most that the rows may ever take, their index and the bytes that :meth:`grant_window`
     leaves to the window included. ``resident`` returns which keys some exclusive tier holds: tiers that do
@@ -338,8 +341,15 @@ class ReadAhead:
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""
+        return self._way() > 0 and self._has_room()
+
+    def _way(self) -> float:
+        """Return the part of a round to go now: what is due, or a little of what will be due soon."""
         left = self._horizon.due - self._rounds
-        return left > 0 and (self._waits or left >= 1 / _PARTS) and self._has_room()
+        if left > 0 and (self._waits or left >= 1 / _PARTS):
+            return left
+        roomy = self._room() >= self.max_rows * _ROOMY and self._horizon.due > 0
+        return 1 / _PARTS if roomy and left + _EARLY >= 1 / _PARTS else 0.0
 
     def _has_room(self) -> bool:
         return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
@@ -348,7 +358,7 @@ class ReadAhead:
         horizon, rounds_before = self._horizon, self._rounds
         first = horizon.last_begun + (not (self._waits or self._is_awaited()))
         limit = min(self._room(), _MOST_AT_ONCE)
-        keys, earliest = self._sweep.next(horizon.due - rounds_before, limit, first, horizon.end)
+        keys, earliest = self._sweep.next(self._way(), limit, first, horizon.end)
         if len(keys):
             keys = keys[~self._resident(keys)]
         keys, slots = rows.begin(keys)

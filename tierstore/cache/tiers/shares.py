@@ -56,6 +56,11 @@ class TierPlan:
         """Return the slots that ``table`` has to itself, if any."""
         return next((share for share in self.own if table in share.tables), None)
 
+    def slots_for(self, table: int) -> int:
+        """Return how many slots rows of ``table`` may have."""
+        own = self.share_of(table)
+        return self.slots if own is None else own.slots
+
 
 class Share:
     """A policy and a filter for some slots, compiled; they own arrays that the native tier points to."""

@@ -1,4 +1,4 @@
-"""Walks down a list of tiers: finds rows, and hands rows down that leave the tier above."""
+"""Walks down a list of tiers: finds rows, and demotes the rows that leave a tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore.errors import TierFullError
 class TierStack:
     """The tiers of a group, the fastest first; see :mod:`tierstore.cache.tiers.protocol` for their order.
 
-    Its methods are called with the group's residency lock held, except :meth:`wait` and :meth:`close`.
+    The caller of a method holds the group's residency lock, except for :meth:`wait` and :meth:`close`.
     """
 
     def __init__(self, name: str, tiers: Sequence[Tier]) -> None:

@@ -1,4 +1,4 @@
-"""Tables without rows under a prefetch: what ``tierstore bench hit-rate --hbm`` runs in place of a model.
+"""Tables without rows under a prefetch: what runs in place of a model where tiers are simulated.
 
 Their lookups are a training's, and are planned by the engine's own code; forward marks the rows as updated
 and releases them. With a plan every rank is a thread, and ids go from rank to rank in this process.
@@ -48,6 +48,11 @@ class SimulatedTables(TieredModule):
 
     def make_lookup(self, features: KeyedJaggedTensor) -> Lookup:
         return self._lookups.make(features)
+
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[KeyedJaggedTensor]:
+        return (KeyedJaggedTensor(list(keys or []), ids, lengths=lengths, offsets=offsets),)
 
     def feature_names(self) -> list[str]:
         return self._features
