@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
+from cache_policies.inner import inlined
 from cache_policies.policy import Hooked
 
 
@@ -39,7 +39,7 @@ class Always(Admission):
         return {"unused": np.zeros(1, np.uint8)}
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _place(hash_, row, size):
     """Return where one of several hashes of a key points to in ``size`` places."""
     word = (hash_ * np.uint64(2 * row + 1) + (hash_ >> np.uint64(32))) >> np.uint64(32)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import ghosts
+from cache_policies.inner import called, inlined
 from cache_policies.lists import fetch, new_lists, push_newest, unlink
 from cache_policies.policy import Policy
 
@@ -13,7 +13,7 @@ _ONCE, _OFTEN = 0, 1  # T1, T2 of the paper; as lists of ghosts B1, B2
 _NEW, _WAS_ONCE, _WAS_OFTEN = 0, 1, 2  # the list in which a missed row was a ghost
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _replace(s, once, prefer_once, last_use, pinned_since, leaves_ghost):
     """Evict the least recently used row of T1 (which counts ``once`` rows) or T2; -1 if all are pinned."""
     capacity = s.key.size
@@ -31,14 +31,14 @@ def _replace(s, once, prefer_once, last_use, pinned_since, leaves_ghost):
     return np.int32(-1)
 
 
-@njit(error_model="numpy")
+@called
 def _fetch_victims(s, n, last_use):
     """Prefetch what evicting ``n`` rows will most likely read."""
     queue = _ONCE if s.length[_ONCE] > s.target[0] else _OFTEN
     ghosts.fetch_oldest_slots(s, s.key.size + queue, n, last_use)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _adapt(s, key):
     """Return the list in which a missed row was a ghost; shift the balance if a longer list would have kept
     the row."""

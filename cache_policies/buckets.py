@@ -12,9 +12,9 @@ A policy merges ``new_buckets`` into its state and passes the state to the funct
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import hashing
+from cache_policies.inner import inlined
 from cache_policies.prefetch import AHEAD, prefetch
 
 POOL = 1 << 15
@@ -41,7 +41,7 @@ def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
     }
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch(s, slots, i):
     """Prefetch the nodes of later slots and then their neighbours; call it for each ``i``."""
     if i + 2 * AHEAD < slots.size:
@@ -52,23 +52,23 @@ def fetch(s, slots, i):
         prefetch(s.node, 4 * np.int64(s.node[at + _NEXT]))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def spare(s, slot):
     """Return the position in ``s.node`` of a slot's word for the policy; it stays when the slot moves."""
     return 4 * np.int64(slot) + _SPARE
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _sentinel(s, bucket):
     return s.node.size // 4 - s.key.size + np.int64(bucket)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _bucket(s, slot):
     return s.node[4 * np.int64(slot) + _BUCKET] >> 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _unlink(s, slot):
     at = 4 * np.int64(slot)
     before, after = s.node[at], s.node[at + _NEXT]
@@ -76,7 +76,7 @@ def _unlink(s, slot):
     s.node[4 * np.int64(after)] = before
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _link(s, slot, before, after):
     at = 4 * np.int64(slot)
     s.node[at] = before
@@ -85,7 +85,7 @@ def _link(s, slot, before, after):
     s.node[4 * np.int64(after)] = slot
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _join(s, slot, bucket):
     """Make the slot the newest of the bucket."""
     sentinel = _sentinel(s, bucket)
@@ -93,7 +93,7 @@ def _join(s, slot, bucket):
     _link(s, slot, s.node[4 * sentinel], sentinel)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _sift_up(s, at, bucket):
     while at > 0:
         parent = (at - 1) >> 1
@@ -106,7 +106,7 @@ def _sift_up(s, at, bucket):
     s.position[bucket] = at
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _sift_down(s, at, bucket):
     size = s.used[0]
     while 2 * at + 1 < size:
@@ -122,7 +122,7 @@ def _sift_down(s, at, bucket):
     s.position[bucket] = at
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _take_from_heap(s, bucket):
     """Remove ``bucket`` from the heap; it is left just behind the heap's end."""
     s.used[0] -= 1
@@ -137,7 +137,7 @@ def _take_from_heap(s, bucket):
             _sift_down(s, at, last)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _bucket_of(s, key):
     """Return the bucket of ``key``, made if need be; ``NO_BUCKET`` when all are in use."""
     hint = s.hint[key & (_HINTS - 1)]
@@ -158,13 +158,13 @@ def _bucket_of(s, key):
     return bucket
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _forget_key(s, bucket):
     hashing.erase(s.table, s.key, s.key[bucket])
     s.key[bucket] = _DEAD
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _drop_if_empty(s, bucket):
     sentinel = _sentinel(s, bucket)
     if s.node[4 * sentinel] == sentinel:
@@ -172,14 +172,14 @@ def _drop_if_empty(s, bucket):
         _forget_key(s, bucket)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def add(s, slot, key):
     """Make a slot that is in no bucket the newest of ``key``."""
     bucket = _bucket_of(s, key)
     _join(s, slot, s.heap[0] if bucket == NO_BUCKET else bucket)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def remove(s, slots):
     """Take slots out of their buckets."""
     for i in range(slots.size):
@@ -188,7 +188,7 @@ def remove(s, slots):
         _drop_if_empty(s, _bucket(s, slots[i]))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def move(s, slot, key):
     """Make a slot that is in some bucket the newest of ``key``."""
     old = _bucket(s, slot)
@@ -201,7 +201,7 @@ def move(s, slot, key):
         _drop_if_empty(s, old)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def place(s, slot, key):
     """Make a slot that is in some bucket, and is not used now, the oldest of ``key``."""
     old = _bucket(s, slot)
@@ -216,12 +216,12 @@ def place(s, slot, key):
         _drop_if_empty(s, old)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def key_of(s, slot):
     return s.key[_bucket(s, slot)]
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def evict(s, n, last_use, pinned_since, victims):
     """Take the first ``n`` unpinned slots in order of key; return how many there were.
 

@@ -18,6 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 
 from cache_policies.errors import PolicyError
+from cache_policies.inner import NO_ENTRY
 from cache_policies.policy import Policy
 
 _SHOWN = 8  # elements of an array that an error shows
@@ -32,8 +33,10 @@ class CheckedHooks:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        known: dict[int, Any] = {}
-        self._functions = {name: _checked(getattr(type(policy), name), known) for name in policy.hook_names()}
+        known: dict[tuple[int, bool], Any] = {}
+        self._functions = {
+            name: _checked(getattr(type(policy), name), known, is_hook=True) for name in policy.hook_names()
+        }
         self._state: Any = None
 
     def begin(self, capacity: int) -> CheckedHooks:
@@ -100,15 +103,18 @@ def _start(array: np.ndarray) -> str:
     return f"{array[:_SHOWN].tolist()}" + (" ..." if array.size > _SHOWN else "")
 
 
-def _checked(function: Any, known: dict[int, Any]) -> Any:
+def _checked(function: Any, known: dict[tuple[int, bool], Any], is_hook: bool = False) -> Any:
     """Return ``function`` compiled with checks of indices, as are the compiled functions that it names."""
     plain = function.py_func if isinstance(function, Dispatcher) else function
-    if id(plain) in known:
-        return known[id(plain)]
+    if (id(plain), is_hook) in known:
+        return known[id(plain), is_hook]
     scope = dict(plain.__globals__)
     cells = tuple(types.CellType(cell.cell_contents) for cell in plain.__closure__ or ())
     copied = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, cells or None)
-    known[id(plain)] = compiled = njit(copied, boundscheck=True, error_model="numpy")
+    compiler: Any = njit  # whose types do not know all of its options
+    entry = {} if is_hook else NO_ENTRY  # Python calls hooks
+    compiled = compiler(copied, boundscheck=True, error_model="numpy", **entry)
+    known[id(plain), is_hook] = compiled
     for name in set(_names(plain.__code__)):
         if isinstance(scope.get(name), Dispatcher):
             scope[name] = _checked(scope[name], known)

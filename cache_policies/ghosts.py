@@ -13,9 +13,9 @@ beside the entry's number: probing and erasing read no keys but the one that is 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies.hashing import mix
+from cache_policies.inner import called, inlined
 from cache_policies.lists import fetch_oldest
 from cache_policies.prefetch import AHEAD, prefetch
 
@@ -43,29 +43,29 @@ def new_ghosts(capacity: int, lists: int) -> dict[str, np.ndarray]:
     }
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _home(table, word):
     return np.int64(((word >> _HALF) * np.uint64(table.size)) >> _HALF)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _after(table, at):
     return at + 1 if at + 1 < table.size else 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _entry(s, position):
     room = s.ghost_key.size
     return position - room if position >= room else position
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch(s, key):
     """Prefetch for ``key``, which will be looked for, remembered or forgotten soon."""
     prefetch(s.ghost_table, _home(s.ghost_table, mix(key)))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch_next(s, keys, i):
     """Prefetch for the lookup of ``keys``; call it for each ``i``."""
     if i + 2 * AHEAD < keys.size:
@@ -75,7 +75,7 @@ def fetch_next(s, keys, i):
         prefetch(s.ghost_list, np.int64(word & _LOW) - 1)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch_oldest_slots(s, sentinel, n, last_use):
     """Prefetch the ``n`` oldest slots of a list of the policy, which will become ghosts soon."""
     fetch_oldest(s.prev, s.next, sentinel, n, s.key)
@@ -88,7 +88,7 @@ def fetch_oldest_slots(s, sentinel, n, last_use):
         slot = s.next[slot]
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def find(s, key):
     """Return the ghost of ``key``, or ``NO_GHOST``."""
     hash_ = mix(key)
@@ -104,7 +104,7 @@ def find(s, key):
         at = _after(s.ghost_table, at)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def oldest(s, list_):
     """Return the oldest ghost of a list that is not empty."""
     position = s.ghost_first[list_]
@@ -115,7 +115,7 @@ def oldest(s, list_):
     return _entry(s, position)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _word_of(s, ghost):
     """Return where a ghost is in the table."""
     at = _home(s.ghost_table, mix(s.ghost_key[ghost]))
@@ -124,7 +124,7 @@ def _word_of(s, ghost):
     return at
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _erase(s, ghost):
     """Take a ghost out of the table, and move later entries of its run back."""
     table = s.ghost_table
@@ -141,14 +141,14 @@ def _erase(s, ghost):
     table[hole] = 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def forget(s, ghost):
     _erase(s, ghost)
     s.ghost_size[s.ghost_list[ghost]] -= 1
     s.ghost_list[ghost] = _GAP
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _crowded(s, list_):
     """Return the list whose oldest ghost makes room for one more in ``list_``."""
     for other in range(s.ghost_size.size):
@@ -157,7 +157,7 @@ def _crowded(s, list_):
     return list_
 
 
-@njit(error_model="numpy")
+@called
 def _make_room(s):
     """Free entries at the ring's end, if need be by closing gaps."""
     room, start = s.ghost_key.size, s.ghost_end[0]
@@ -174,7 +174,7 @@ def _make_room(s):
     s.ghost_full[0] = start - wrapped + room
 
 
-@njit(error_model="numpy")
+@called
 def _close_gaps(s, start):
     end, to = s.ghost_end[0], start
     for position in range(start, end):
@@ -192,7 +192,7 @@ def _close_gaps(s, start):
     s.ghost_end[0] = to
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def remember(s, key, list_):
     """Make ``key``, which is no ghost, the newest ghost of a list.
 
@@ -228,7 +228,7 @@ def new_recollection(capacity: int) -> dict[str, np.ndarray]:
     }
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def note(s, i, known):
     """Note a number of the ``i``-th admitted miss; misses past the capacity get no slot anyway."""
     s.asked[0] = True
@@ -237,7 +237,7 @@ def note(s, i, known):
         s.known[i] = known
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def recall(s, i):
     """Return the number that ``admit`` noted for the ``i``-th inserted row: 0 for nothing, ``UNASKED``
     without ``admit``."""

@@ -7,7 +7,8 @@ empty. The caller numbers the entries and keeps the table at most two thirds ful
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from cache_policies.inner import inlined
 
 
 def new_table(entries: int) -> np.ndarray:
@@ -15,7 +16,7 @@ def new_table(entries: int) -> np.ndarray:
     return np.zeros(entries + entries // 2 + 2, np.int32)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def mix(key):
     """Return a 64-bit hash (the finaliser of MurmurHash3)."""
     x = np.uint64(key)
@@ -24,12 +25,12 @@ def mix(key):
     return x ^ (x >> np.uint64(33))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def home(table, key):
     return np.int64(((mix(key) >> np.uint64(32)) * np.uint64(table.size)) >> np.uint64(32))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def find(table, keys, key):
     """Return the position in ``table`` of ``key``, or of the empty place where it belongs."""
     at = home(table, key)
@@ -40,7 +41,7 @@ def find(table, keys, key):
     return at
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def erase(table, keys, key):
     """Delete ``key``, which is there, moving later entries of its run back."""
     hole = find(table, keys, key)

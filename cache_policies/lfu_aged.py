@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import buckets
 from cache_policies.errors import PolicyError
+from cache_policies.inner import inlined
 from cache_policies.policy import Policy
 
 _STEPS = 8  # buckets per halving of the weight
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _used(s, slot):
     """Count a use of ``slot`` (its ``score`` before it, -inf if none); the key of its bucket afterwards.
 

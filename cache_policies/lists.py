@@ -8,8 +8,8 @@ list is empty.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cache_policies.inner import inlined
 from cache_policies.prefetch import AHEAD, prefetch
 
 
@@ -21,14 +21,14 @@ def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
     return prev, next_
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def unlink(prev, next, node):
     before, after = prev[node], next[node]
     next[before] = after
     prev[after] = before
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def push_newest(prev, next, sentinel, node):
     newest = prev[sentinel]
     prev[node] = newest
@@ -37,7 +37,7 @@ def push_newest(prev, next, sentinel, node):
     prev[sentinel] = node
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def push_oldest(prev, next, sentinel, node):
     oldest = next[sentinel]
     next[node] = oldest
@@ -46,7 +46,7 @@ def push_oldest(prev, next, sentinel, node):
     next[sentinel] = node
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch(prev, next, slots, i):
     """Prefetch for ``slots`` that are about to leave their place in a list; call it for each ``i``."""
     if i + 2 * AHEAD < slots.size:
@@ -57,7 +57,7 @@ def fetch(prev, next, slots, i):
         prefetch(prev, next[slot])
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch_oldest(prev, next, sentinel, n, array):
     """Prefetch ``array`` and the neighbours of the ``n`` oldest of a list into the processor's cache."""
     node = next[sentinel]

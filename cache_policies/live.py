@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
+from cache_policies.inner import inlined
 from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
@@ -83,18 +84,18 @@ class LiveCurves:
         )  # fmt: skip
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _hash(key):
     return mix(key + np.uint64(0x632BE59BD9B4E019))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _home(hashes, hash_):
     """Return the place of a hash by its lower half: of sampled rows' hashes, the upper bits are 0."""
     return np.int64(((hash_ & np.uint64(0xFFFFFFFF)) * np.uint64(hashes.size)) >> np.uint64(32))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _find(hashes, hash_):
     """Return where ``hash_`` is, or the free place where it belongs."""
     at = _home(hashes, hash_)
@@ -197,7 +198,7 @@ def _use(keys, chosen, where, t, threshold, state):
         live[1] += 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _ones(word):
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -214,14 +215,14 @@ def _number(taken, before):
         total += _ones(taken[word])
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _taken_to(taken, before, position):
     """Count the taken positions up to ``position``, itself included."""
     word = position >> 6
     return before[word] + _ones(taken[word] << np.uint64(63 - (position & 63)))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _flip(taken, position):
     taken[position >> 6] ^= np.uint64(1) << np.uint64(position & 63)
 

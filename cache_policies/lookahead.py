@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import buckets
+from cache_policies.inner import inlined
 from cache_policies.policy import UNKNOWN, Policy
 
 _FIRST = -(1 << 62)  # before the negated sequence number of any known use
@@ -13,7 +13,7 @@ _EXACT = 1024  # frequencies from here on count in steps of a 64th at most
 _POOL = 1 << 13  # buckets: 2,400 for all frequencies, the rest for batches of the window
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _key(next_use, frequency):
     """Return the eviction order: rows of unknown next use by frequency, then by next use, furthest first."""
     if next_use != UNKNOWN:

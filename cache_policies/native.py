@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import subprocess
 import sys
+import time
 import types as pytypes
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
@@ -24,6 +28,7 @@ from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
 from cache_policies.errors import PolicyError
+from cache_policies.inner import inlined
 
 _log = logging.getLogger(__name__)
 
@@ -196,11 +201,7 @@ def _state_class(fields: tuple[str, ...]) -> type:
 def _compile(owner: HookOwner, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
     """Compile the C function of one hook: it rebuilds the arrays from the table and calls the hook."""
     parameters, arguments = _PARAMETERS[hook]
-    return _wrap(owner, hook, parameters, [("state", fields)], arguments, _inlined(function), digest)
-
-
-def _inlined(function: Any) -> Any:
-    return njit(function, error_model="numpy", nogil=True, forceinline=True)
+    return _wrap(owner, hook, parameters, [("state", fields)], arguments, inlined(function), digest)
 
 
 def _wrap(
@@ -251,7 +252,7 @@ def run_loop(owner: HookOwner, compiled: Compiled, make: Any, arrays: dict[str, 
     layouts = [{name: array.dtype for name, array in group.items()} for group in (compiled.arrays, arrays)]
     digest = _digest([make, *hooks.values(), repr([list(layout.items()) for layout in layouts])])
     if digest not in _compiled:
-        function = _inlined(make({hook: _inlined(function) for hook, function in hooks.items()}))
+        function = inlined(make({hook: inlined(function) for hook, function in hooks.items()}))
         tables = [("state", layouts[0]), ("trace", layouts[1])]
         wrapped = _wrap(owner, "loop", "state, trace", tables, "", function, digest)
         _compiled[digest] = {"loop": wrapped}
@@ -270,7 +271,8 @@ def _build(wrapper: Any, owner: HookOwner, hook: str, digest: str) -> Any:
     signature = _SIGNATURES[hook]
     function = CFunc(wrapper, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
     try:
-        function._cache = _HookCache(wrapper, digest, _builtin(owner))  # type: ignore[attr-defined]
+        builtin = None if hook == "loop" else _builtin(owner)
+        function._cache = _HookCache(wrapper, digest, builtin)  # type: ignore[attr-defined]
     except (RuntimeError, OSError) as error:
         _log.debug("compiled hooks of %s are not cached: %s", owner.name, error)
     try:
@@ -292,8 +294,12 @@ class _HookCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = self._load(sig, target_context)
-        if found is None and self._builtin is not None and _compile_elsewhere(self._builtin):
-            found = self._load(sig, target_context)
+        if found is not None or self._builtin is None or os.environ.get(_COMPILING):
+            return found
+        with _alone(Path(self.cache_path, f"{self._builtin}.lock")):
+            found = self._load(sig, target_context)  # another process may have compiled it meanwhile
+            if found is None and _compile_elsewhere(self._builtin):
+                found = self._load(sig, target_context)
         return found
 
     def _load(self, sig: Any, target_context: Any) -> Any:
@@ -313,10 +319,24 @@ def _builtin(owner: HookOwner) -> str | None:
     return owner.name if is_ours else None
 
 
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Let processes that compile the same do so one after another: a minute at most, where files lock."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file = stack.enter_context(open(lock, "wb"))
+            for _ in range(600):
+                with suppress(BlockingIOError, PermissionError):
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no fork keeps it
+                    break
+                time.sleep(0.1)
+        yield
+
+
 @cache
 def _compile_elsewhere(policy: str) -> bool:
     """Fill the on-disk cache from another process, since the compiler takes and keeps some 100 MiB."""
-    if not sys.executable or os.environ.get(_COMPILING):
+    if not sys.executable:
         return False
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "cache_policies.compiled", policy]

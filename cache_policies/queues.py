@@ -13,8 +13,8 @@ A policy merges ``new_queues`` into its state and passes the state to the functi
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cache_policies.inner import called, inlined
 from cache_policies.prefetch import AHEAD, prefetch
 
 NO_SLOT = -1
@@ -36,19 +36,19 @@ def new_queues(capacity: int) -> dict[str, np.ndarray]:
     }
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _index(s, queue, position):
     room = s.queue.size >> 1
     return queue * room + (position - room if position >= room else position)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def queue_of(s, slot):
     """Return the queue, 0 or 1, of a slot that is in one."""
     return 1 if s.place[slot] >= s.queue.size >> 1 else 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def push(s, queue, slot):
     """Make a slot that is in no queue the newest of ``queue``."""
     if s.queue_end[queue] - s.queue_first[queue] == s.queue.size >> 1:
@@ -60,14 +60,14 @@ def push(s, queue, slot):
     s.length[queue] += 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def drop(s, slot):
     """Take a slot out of its queue, wherever the slot is in the queue."""
     s.length[queue_of(s, slot)] -= 1
     s.place[slot] = _GONE
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def look(s, queue):
     """Return the oldest slot that the walk has not passed, ``NO_SLOT`` if there is none."""
     while s.queue_at[queue] < s.queue_end[queue]:
@@ -79,13 +79,13 @@ def look(s, queue):
     return np.int32(NO_SLOT)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def upcoming(s, queue, distance):
     """Return the slot ``distance`` entries behind the walk's entry; any slot if there is no such entry."""
     return s.queue[_index(s, queue, min(s.queue_at[queue] + distance, s.queue_end[queue]))]
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def take(s, queue, slot):
     """Take the slot that ``look`` gave out of the queue."""
     s.place[slot] = _GONE
@@ -93,7 +93,7 @@ def take(s, queue, slot):
     s.length[queue] -= 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def keep(s, queue, slot):
     """Let the walk pass the slot that ``look`` gave."""
     s.queue[_index(s, queue, s.queue_first[queue] + s.queue_kept[queue])] = slot
@@ -101,7 +101,7 @@ def keep(s, queue, slot):
     s.queue_at[queue] += 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def finish(s):
     """End the walk."""
     for queue in range(2):
@@ -110,7 +110,7 @@ def finish(s):
         s.queue_at[queue] = s.queue_first[queue]
 
 
-@njit(error_model="numpy")
+@called
 def _close_gap(s, queue):
     """Move what the walk has kept to right before the entry that it looks at next."""
     first, at, kept = s.queue_first[queue], s.queue_at[queue], s.queue_kept[queue]
@@ -127,7 +127,7 @@ def _close_gap(s, queue):
     s.queue_end[queue] -= wrapped
 
 
-@njit(error_model="numpy")
+@called
 def _drop_stale(s, queue):
     _close_gap(s, queue)
     end = s.queue_end[queue]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import ghosts, queues
+from cache_policies.inner import inlined
 from cache_policies.policy import Policy
 from cache_policies.prefetch import AHEAD, prefetch
 
@@ -14,7 +14,7 @@ _MAX_USES = 3
 _USES_FOR_MAIN = 2
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _fetch(s, queue, last_use):
     """Prefetch what looking at the next slots of a queue will read."""
     slot = queues.upcoming(s, queue, 2 * AHEAD)
@@ -26,7 +26,7 @@ def _fetch(s, queue, last_use):
         ghosts.fetch(s, s.key[queues.upcoming(s, queue, AHEAD)])
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _evict_small(s, last_use, pinned_since):
     """Return the next victim of the small queue, ``NO_SLOT`` if there is none.
 
@@ -48,7 +48,7 @@ def _evict_small(s, last_use, pinned_since):
     return slot
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _evict_main(s, last_use, pinned_since):
     """Return the next victim of the main queue, ``NO_SLOT`` if there is none.
 
@@ -69,7 +69,7 @@ def _evict_main(s, last_use, pinned_since):
     return slot
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _returns(s, key):
     """Tell whether a missed row was evicted lately, and forget its ghost."""
     ghost = ghosts.find(s, key)

@@ -20,6 +20,7 @@ from numba import njit
 from cache_policies import registry
 from cache_policies.admission import Admission, get_admission
 from cache_policies.errors import PolicyError
+from cache_policies.inner import inlined
 from cache_policies.lanes import lane_slots, lanes_of
 from cache_policies.native import call_int64, call_void
 from cache_policies.policy import UNKNOWN, Policy
@@ -268,19 +269,19 @@ def _run(trace, hooks, gates, cache, buffers, setting, marks):
     return (misses, access_misses, compulsory, overflowed, refused), 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _bounds(offsets, batch):
     return (offsets[batch], offsets[batch + 1]) if offsets.size else (batch, batch + 1)
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _notify(hook, state, slots, n, now):
     call_void(
         hook, (state, slots.slot.ctypes.data, slots.key.ctypes.data, slots.next_use.ctypes.data, n, now)
     )
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _announced(rows, now, batch, cache, announced):
     """Collect the resident rows of a newly known batch that no batch in between uses."""
     n = 0
@@ -293,7 +294,7 @@ def _announced(rows, now, batch, cache, announced):
     return n
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
     """Sort the rows of a batch into hits and misses; number of hits."""
     hits, lacking = 0, 0
@@ -313,7 +314,7 @@ def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
     return hits
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _missed_accesses(rows, uses, missed, n, missed_of):
     """Return the accesses of the first ``n`` of ``missed``, which are in order of ``rows``."""
     if uses.size == 0:
@@ -329,7 +330,7 @@ def _missed_accesses(rows, uses, missed, n, missed_of):
     return accesses
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _admitted(gates, n, now, miss, missed, admitted):
     """Drop the misses that a gate refuses; return the number of misses left."""
     if gates[0][1] == 0 and gates[1][1] == 0:
@@ -346,7 +347,7 @@ def _admitted(gates, n, now, miss, missed, admitted):
     return kept
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _make_room(evict, state, need, pinned_since, now, cache, victims):
     """Evict up to ``need`` rows, pinning fewer batches if it must; (victims, pinned since, fault)."""
     got = 0
@@ -367,7 +368,7 @@ def _make_room(evict, state, need, pinned_since, now, cache, victims):
     return got, pinned_since, 0
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _check(victims, n, asked, row_in, last_use, pinned_since):
     """Return the number of the fault in ``n`` victims, 0 if there is none; leave the arrays as they were."""
     if n < 0 or n > asked:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import buckets, hashing
 from cache_policies.errors import PolicyError
+from cache_policies.inner import called, inlined
 from cache_policies.policy import Policy
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _frequency(s, key):
     entry = s.known_table[hashing.find(s.known_table, s.known_key, key)]
     return s.known_count[entry - 1] if entry else np.int64(0)
 
 
-@njit(error_model="numpy")
+@called
 def _fill(table, keys):
     for i in range(keys.size):
         table[hashing.find(table, keys, keys[i])] = i + 1

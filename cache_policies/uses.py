@@ -10,8 +10,8 @@ A policy merges ``new_uses`` into its state and passes the state to the function
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cache_policies.inner import called, inlined
 from cache_policies.prefetch import AHEAD, prefetch
 
 _GONE = -1
@@ -27,14 +27,14 @@ def new_uses(capacity: int) -> dict[str, np.ndarray]:
     }
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def fetch(s, slots, i):
     """Prefetch for ``slots`` that are about to be used; call it for each ``i``."""
     if i + AHEAD < slots.size:
         prefetch(s.used_at, slots[i + AHEAD])
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def use(s, slot):
     """Make ``slot`` the newest."""
     if s.end[0] == s.use.size:
@@ -45,13 +45,13 @@ def use(s, slot):
     s.end[0] = end + 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def drop(s, slot):
     """Forget the uses of ``slot``."""
     s.used_at[slot] = _GONE
 
 
-@njit(error_model="numpy")
+@called
 def _drop_stale(s):
     kept = 0
     for at in range(s.oldest[0], s.end[0]):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cache_policies import lists
 from cache_policies.hashing import mix
+from cache_policies.inner import called, inlined
 from cache_policies.lists import new_lists, push_newest, unlink
 from cache_policies.policy import Policy
 from cache_policies.prefetch import AHEAD, prefetch
@@ -20,26 +20,26 @@ _MULTIPLIERS = np.array(
 _SAMPLE = 10  # uses per slot between halvings
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _counter(hash_, row, width):
     """Return which of a row's ``width`` counters belongs to a 32-bit hash."""
     word = ((np.uint64(hash_) + np.uint64(1)) * _MULTIPLIERS[row]) >> np.uint64(32)
     return row * width + np.int64((word * np.uint64(width)) >> np.uint64(32))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _hash(key):
     return np.uint32(mix(key) >> np.uint64(32))
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _fetch_counters(s, hash_):
     width = 2 * s.sketch.size // _ROWS
     for row in range(_ROWS):
         prefetch(s.sketch, _counter(hash_, row, width) >> 1)
 
 
-@njit(error_model="numpy")
+@called
 def _fetch_candidates(s, n):
     """Prefetch what comparing ``n`` rows of the window and of probation will read."""
     for queue in (_WINDOW, _PROBATION):
@@ -53,7 +53,7 @@ def _fetch_candidates(s, n):
             slot = s.next[slot]
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _estimate(s, hash_):
     width = 2 * s.sketch.size // _ROWS
     lowest = _MAX_COUNT
@@ -63,7 +63,7 @@ def _estimate(s, hash_):
     return lowest
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _count(s, hash_):
     width = 2 * s.sketch.size // _ROWS
     for row in range(_ROWS):
@@ -78,20 +78,20 @@ def _count(s, hash_):
             s.sketch[i] = (s.sketch[i] >> 1) & 0x77
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _join(s, slot, queue):
     push_newest(s.prev, s.next, s.hash.size + queue, slot)
     s.queue[slot] = queue
     s.length[queue] += 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _leave(s, slot):
     unlink(s.prev, s.next, slot)
     s.length[s.queue[slot]] -= 1
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _oldest(s, queue, last_use, pinned_since):
     """Return the oldest unpinned slot of a list, or the list's sentinel.
 
@@ -104,7 +104,7 @@ def _oldest(s, queue, last_use, pinned_since):
     return slot
 
 
-@njit(error_model="numpy", forceinline=True)
+@inlined
 def _choose(s, incoming, last_use, pinned_since):
     """Return the next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
     capacity = s.hash.size

@@ -15,26 +15,37 @@ import pytest
 # Here and in the programs of tests. Else a process that compiles a graph starts one per core, each of which
 # imports torch first: that takes longer than to compile the few graphs of a test.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The processor says which vector instructions it has. Else each process that compiles a graph first compiles
+# and loads a library for each of them, the latter in an interpreter that imports torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 LONGEST_FIRST = [
-    "tests/docs/test_blocks.py",
-    "tests/cuda/test_compiled_kernels.py",
-    "tests/cli/test_cli_ranks.py",
-    "tests/cache_policies/test_policy_conformance.py",
     "tests/attack/test_attack.py",
+    "tests/cache_policies/test_policy_conformance.py",
     "tests/cuda/test_sharded_on_gpu.py",
-    "tests/examples/test_examples.py",
-    "tests/cuda/test_module_runs.py",
+    "tests/bench/test_bench_hit_rate.py",
+    "tests/docs/test_blocks.py",
     "tests/pipeline/test_interrupts.py",
-    "tests/checkpoint/test_killed.py",
-    "tests/sharding/test_stopped_ranks.py",
-    "tests/mirror/test_scripts.py",
+    "tests/modules/test_lookup_ops.py",
     "tests/test_memory_budget.py",
     "tests/cache_policies/test_libcachesim.py",
-    "tests/store/native/test_nearly_full.py",
+    "tests/examples/test_examples.py",
+    "tests/checkpoint/test_killed.py",
+    "tests/cuda/test_compiled_kernels.py",
+    "tests/cli/test_cli_ranks.py",
+    "tests/sharding/test_stopped_ranks.py",
     "tests/store/native/test_native_interrupts.py",
-    "tests/modules/test_lookup_ops.py",
+    "tests/mirror/test_scripts.py",
+    "tests/store/native/test_nearly_full.py",
+    "tests/store/native/test_large_stores.py",
+    "tests/cuda/test_module_runs.py",
+    "tests/bench/test_hit_rate_tiers.py",
+    "tests/cache_policies/test_live_equals_simulated.py",
+    "tests/sharding/test_accumulation.py",
+    "tests/store/native/test_native_faults.py",
     "tests/cuda/test_modules_on_gpu.py",
+    "tests/test_host_process.py",
+    "tests/pipeline/test_ends_of_processes.py",
 ]
 
 _wanted = pytest.StashKey[tuple[int, str]]()

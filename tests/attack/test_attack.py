@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.in_memory import tmp_path  # noqa: F401  (a fixture: killed processes lose nothing of such files)
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def test_random_lives(tmp_path: Path) -> None:  # noqa: F811
     for number in range(-(-STEPS // OF_ONE_RUN)):
         seed, folder = random.randrange(1 << 32), tmp_path / str(number)
         folder.mkdir()
-        command = [sys.executable, "-m", "tests.attack.machine", str(folder), str(OF_ONE_RUN), str(seed)]
+        command = [warm.python(), "-m", "tests.attack.machine", str(folder), str(OF_ONE_RUN), str(seed)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         print(done.stdout)

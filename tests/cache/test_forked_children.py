@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests import warm
+
 HEADER = """
 import gc, os, sys, threading
 import torch
@@ -39,8 +41,8 @@ def refused(work):
 """
 
 
-def run(script: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", HEADER + script, *arguments]
+def run(script: str, *arguments: str, python: str = sys.executable) -> None:
+    command = [python, "-c", HEADER + script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -108,6 +110,7 @@ assert not torch.equal(table.rows(ids), rows)
 table.close()
 """,
         hbm,
+        python=warm.python(),
     )
 
 
@@ -139,7 +142,8 @@ for touch in (False, True):
             assert touch and "forked child" in str(error), error
     table.rows(torch.arange(100))
     table.close()
-"""
+""",
+        python=warm.python(),
     )
 
 

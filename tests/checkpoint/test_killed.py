@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.checkpoint import killed_runs
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def program(module: str, *arguments: object) -> str:
     """Output of a program of this folder, which forks what it kills."""
-    command = [sys.executable, "-m", f"tests.checkpoint.{module}", *map(str, arguments)]
+    command = [warm.python(), "-m", f"tests.checkpoint.{module}", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
