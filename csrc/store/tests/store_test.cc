@@ -172,8 +172,8 @@ void CheckSomewhere(Store& store, const Model& seen) {
   for (const std::uint64_t place : places) CHECK(place != Reader::kNowhere);
 }
 
-// Reads from two other threads beside writes, commits and compaction: rows are whole, and never older than
-// what was read before.
+// Reads from three other threads, so that all lanes have work, beside writes, commits and compaction: rows
+// are whole, and never older than what was read before.
 void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
   Store store(env, directory, Config(engine), {});
   std::atomic<bool> done{false};
@@ -191,7 +191,7 @@ void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, in
       seen[table] = std::move(now);
     }
   };
-  std::thread readers[] = {std::thread(read, 1), std::thread(read, 2)};
+  std::thread readers[] = {std::thread(read, 1), std::thread(read, 2), std::thread(read, 3)};
   std::mt19937_64 random(seed);
   Model model;
   for (int step = 1; step <= steps; ++step) {

@@ -113,7 +113,18 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
-@pytest.mark.parametrize("size", [16, 32, 48])
+def test_rounds_of_the_smallest_rows_at_three_quarters(tmp_path, share):
+    """In a cap of 8 MiB; of smaller rows, and in smaller caps, less may be full."""
+    training = Training(tmp_path, [128], 44_000)
+    assert training.cap >> 20 == 8
+    training.begin()
+    training.rounds(share)
+    training.check()
+    training.store.close()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05])
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 112])
 def test_rounds_of_small_rows(tmp_path, size, share):
     """Of a row and its 12 bytes of a footer two thirds of the cap may be full."""
     training = Training(tmp_path, [size], 40_001, FULL_OF_SMALL, footer=12)
