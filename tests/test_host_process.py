@@ -18,13 +18,16 @@ def status(field):
             return int(line.split()[1]) << 10
 """
 
-SETTINGS = """
+MALLOC = """
 class Malloc(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Malloc
+"""
+
+SETTINGS = """
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]
 
@@ -77,7 +80,7 @@ def run(script: str) -> None:
 
 
 def test_importing_and_opening_change_no_setting_of_the_process() -> None:
-    run(SETTINGS)
+    run(MALLOC + SETTINGS)
 
 
 def test_rows_on_their_way_are_given_back() -> None:
@@ -117,6 +120,59 @@ for _ in range(40):
 assert held() < 16 << 20, held()
 table.commit() if table.engine.config.path else None
 table.close()
+"""
+    )
+
+
+def test_reading_a_part_of_rows_takes_no_room_for_the_rest() -> None:
+    run(
+        """
+import tierstore
+dim, count = 32, 500_000
+config, adam = tierstore.TierConfig(hbm="4MiB", ssd="1GiB"), tierstore.optim.Adam(lr=0.1)
+with tierstore.TieredEmbedding(count, dim, config=config, optimizer=adam) as table:
+    table(torch.arange(100)).sum().backward()
+    ids = torch.arange(count)
+    def peak(read):
+        before = status("VmRSS")
+        size = sum(part.nbytes for part in read())
+        more = status("VmHWM") - before - size
+        assert more < 48 << 20, (more >> 20, size >> 20)
+    peak(lambda: [table.rows(ids)])
+    peak(lambda: table.optimizer_rows(ids).values())
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [("TieredEmbedding", (-1,)), ("TieredEmbeddingBag", (-1, 1)), ("TieredEmbeddingBag", (-1, 4))],
+)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_kept_gradients_lie_outside_of_mallocs_heap(module: str, shape: tuple[int, ...], mode: str) -> None:
+    """There, between the temporaries of later passes, they would keep the pages of these."""
+    run(
+        MALLOC
+        + f"""
+import tierstore
+count, options = 20_000, dict() if "{module}" == "TieredEmbedding" else dict(mode="{mode}")
+config, sgd = tierstore.TierConfig(hbm="all"), tierstore.optim.SGD(lr=0.1)
+with tierstore.{module}(5 * count, 64, config=config, optimizer=sgd, **options) as table:
+    def step(number):
+        ids = torch.arange(number * count, (number + 1) * count).view{shape}
+        (table(ids) ** 2).sum().backward()
+    def allocated():
+        gc.collect()
+        found = libc.mallinfo2()
+        return found.uordblks + found.hblkhd
+    step(0)
+    with tierstore.accumulate(table) as kept:
+        before = allocated()
+        for number in range(5):
+            step(number)
+        taken, size = allocated() - before, kept.kept_bytes
+        assert size > 6_000_000, size
+        assert taken < size / 8, (taken, size)
 """
     )
 

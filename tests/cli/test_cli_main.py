@@ -152,3 +152,23 @@ def test_ctrl_c_waits_for_the_import_of_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout.split() == ["whole", "interrupted"]
+
+
+def test_ctrl_c_within_torchs_native_code_while_torch_is_imported() -> None:
+    """torch's _c10d_init imports modules from C++, and an exception there ends the process."""
+    code = (
+        "import builtins, linecache, signal, sys\n"
+        "from tierstore.cli.main import main\n"
+        "real = builtins.__import__\n"
+        "def hook(name, *more, **named):\n"
+        "    caller = sys._getframe(1)\n"
+        "    if '_c10d_init()' in linecache.getline(caller.f_code.co_filename, caller.f_lineno):\n"
+        "        print('native import of', name)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    return real(name, *more, **named)\n"
+        "builtins.__import__ = hook\n"
+        "sys.exit(main(['bench', 'hit-rate', 'synthetic:zipf:1.05', '--hbm', '64KiB']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "native import of" in done.stdout
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Interrupter:
     def on(self) -> Iterator[None]:
         assert threading.current_thread() is threading.main_thread()
         before = sys.gettrace()
-        sys.settrace(self._call)
+        if self.lines < self.at:  # else nothing comes any more
+            sys.settrace(self._call)
         try:
             yield
         finally:
@@ -44,25 +45,24 @@ class Interrupter:
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if "/tests/" in name or not any(part in name for part in WATCHED):
+        if not _is_watched(name):
             return None
         seen: set[int] = set()
 
         def line(frame: FrameType, event: str, argument: Any) -> Any:
             if event != "line":
                 return line
-            # A line is met again where its ``with`` ends: no signal comes between that and the end itself.
-            again = frame.f_lineno in seen and _text(frame).lstrip().startswith("with ")
-            seen.add(frame.f_lineno)
-            # The instruction of ``try:`` does nothing, not even look for signals, and stands outside of the
-            # handlers around it: what is raised there skips the ends of ``with`` statements.
-            begins = _text(frame).strip() == "try:"
-            if again or begins or "# no signal comes before this" in _text(frame):
-                return line
+            number = frame.f_lineno
+            kind = _kind(name, number)
+            if kind != "any":
+                # A ``with`` is met again where it ends: no signal comes between that and the end itself.
+                if kind == "no signal" or number in seen:
+                    return line
+                seen.add(number)
             self.lines += 1
             if self.lines == self.at:
                 sys.settrace(None)
-                self.where = f"{name}:{frame.f_lineno}"
+                self.where = f"{name}:{number}"
                 if self.handler is None:
                     raise Interrupted(self.where)
                 self.handler()
@@ -71,8 +71,20 @@ class Interrupter:
         return line
 
 
-def _text(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+@functools.cache
+def _is_watched(file: str) -> bool:
+    return "/tests/" not in file and any(part in file for part in WATCHED)
+
+
+@functools.cache
+def _kind(file: str, number: int) -> Literal["any", "with", "no signal"]:
+    """Return what a line is; the cache is for the tracer, which asks at every line that runs."""
+    text = linecache.getline(file, number)
+    # The instruction of ``try:`` does nothing, not even look for signals, and stands outside of the
+    # handlers around it: what is raised there skips the ends of ``with`` statements.
+    if text.strip() == "try:" or "# no signal comes before this" in text:
+        return "no signal"
+    return "with" if text.lstrip().startswith("with ") else "any"
 
 
 class Steps:

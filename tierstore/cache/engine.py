@@ -23,7 +23,7 @@ from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening, stored_table
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
-from tierstore.cache.row_access import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
+from tierstore.cache.row_access import overwrite_rows, read_columns, reset_rows, touched_ids
 from tierstore.cache.table import Table as Table
 from tierstore.cache.tiers.sizes import as_policy
 from tierstore.cache.uninterrupted import uninterrupted
@@ -183,21 +183,20 @@ class Engine:
         """Return weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing
         changes."""
         self.check_open()
-        ids = np.ascontiguousarray(ids, np.int64)
-        group, bound = self._group_of[table], self.tables[table].num_embeddings
-        layout = group.layout
-        if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
-            self._batch_of(table, ids)  # this raises, and names the position among all ids
-        weight = np.empty((len(ids), layout.dim), np.float32)
-        state = np.empty((len(ids), layout.state_floats), np.float32)
-        step = rows_in_piece(group)
-        for begin in range(0, len(ids), step):
-            part = slice(begin, begin + step)
-            rows = read_rows(group, self._batch_of(table, ids[part]))
-            values = layout.widened(rows.data)
-            weight[part] = values[rows.inverse, : layout.dim]
-            state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
+        layout = self._group_of[table].layout
+        end = layout.dim + layout.state_floats
+        weight, state = self.read_columns(table, ids, [slice(0, layout.dim), slice(layout.dim, end)])
         return weight, state
+
+    def read_columns(
+        self, table: int, ids: NDArray[np.int64], columns: Sequence[slice]
+    ) -> list[NDArray[np.float32]]:
+        """Return copies of ``columns`` of the rows of ``ids`` (n,): weights come first, then state."""
+        self.check_open()
+        ids = np.ascontiguousarray(ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tables[table].num_embeddings:
+            self._batch_of(table, ids)  # this raises, and names the position among all ids
+        return read_columns(self._group_of[table], partial(self._batch_of, table), ids, columns)
 
     def state_as_of(self, table: int, ids: NDArray[np.int64], update: int) -> NDArray[np.float32]:
         """Return the optimizer state of ``ids`` (n,) as if update number ``update`` were their last. Tables

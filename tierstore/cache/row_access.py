@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,13 +55,32 @@ def read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:
 def _read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:
     keys = batch.unique
     rows = _core.rows_array(len(keys), group.layout.row_bytes)
-    step = rows_in_piece(group)
+    step = _rows_in_piece(group)
     for begin in range(0, max(1, len(keys)), step):
         group.read(keys[begin : begin + step], rows[begin : begin + step])
     return ReadRows(group, batch, rows)
 
 
-def rows_in_piece(group: TierGroup) -> int:
+def read_columns(
+    group: TierGroup,
+    batch_of: Callable[[NDArray[np.int64]], _core.Batch],
+    ids: NDArray[np.int64],
+    columns: Sequence[slice],
+) -> list[NDArray[np.float32]]:
+    """Return copies of these columns of the rows of ``ids``, which ``batch_of`` makes batches of. The other
+    columns take no room but that of a piece: a row of Adam has twice as much state as weights."""
+    found = [np.empty((len(ids), which.stop - which.start), np.float32) for which in columns]
+    step = _rows_in_piece(group)
+    for begin in range(0, len(ids), step):
+        part = slice(begin, begin + step)
+        rows = read_rows(group, batch_of(ids[part]))
+        values = group.layout.widened(rows.data)
+        for into, which in zip(found, columns, strict=True):
+            into[part] = values[rows.inverse, which]
+    return found
+
+
+def _rows_in_piece(group: TierGroup) -> int:
     """Return how many rows are read at a time."""
     return max(1, _PIECE_BYTES // group.layout.row_bytes)
 
@@ -75,7 +94,7 @@ def overwrite_rows(
     if not len(keys):
         return
     room = group.fast.plan.slots_for(int(keys[0]) >> ID_BITS)
-    step = max(1, min(_CHUNK, rows_in_piece(group), room // 2))
+    step = max(1, min(_CHUNK, _rows_in_piece(group), room // 2))
     for begin in range(0, len(keys), step):
         part = slice(begin, min(begin + step, len(keys)))
         chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))

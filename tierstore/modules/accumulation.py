@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tierstore import optim
+from tierstore import _core, optim
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
@@ -200,11 +200,22 @@ def _shown_by(module: TieredModule) -> Tensor:
 def _copied(gradients: Gradients) -> Gradients:
     """Return copies of tensors, since users and wire buffers may change autograd's."""
     if isinstance(gradients, SequenceGradients):
-        return SequenceGradients([grad.clone() for grad in gradients.grads])
+        return SequenceGradients([_in_own_pages(grad) for grad in gradients.grads])
     assert isinstance(gradients, PooledGradients)
-    weights = [None if w is None else w.clone() for w in gradients.weights]
-    grad = gradients.grad.clone(memory_format=torch.contiguous_format)
-    return PooledGradients(grad, weights, gradients.argmaxes)
+    weights, argmaxes = (
+        [None if one is None else _in_own_pages(one) for one in tensors]
+        for tensors in (gradients.weights, gradients.argmaxes)
+    )
+    return PooledGradients(_in_own_pages(gradients.grad), weights, argmaxes)
+
+
+def _in_own_pages(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy, outside malloc's heap if it is large: there, between the temporaries of the
+    passes to come, it would keep the pages of these temporaries."""
+    if not tensor.is_cpu:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    pages = torch.from_numpy(_core.rows_array(1, tensor.nbytes))
+    return pages.view(-1).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _padding(module: TieredModule) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,20 +41,20 @@ class RowCalls(EngineCalls):
         """Return a copy of the weights of ``ids`` (n,), (n, dim) of the table's dtype; initial values of
         untouched ids."""
         index = self.table_number(table)
-        weights, _ = self.engine.read_rows(index, checked_row_ids(ids))
-        return torch.from_numpy(np.ascontiguousarray(weights)).to(
-            TORCH_DTYPES[self.engine.tables[index].dtype]
-        )
+        config = self.engine.tables[index]
+        columns = [slice(0, config.embedding_dim)]
+        (weights,) = self.engine.read_columns(index, checked_row_ids(ids), columns)
+        return torch.from_numpy(weights).to(TORCH_DTYPES[config.dtype])
 
     def optimizer_rows(self, ids: object, table: str | None = None) -> dict[str, Tensor]:
         """Return a copy of the optimizer state of ``ids`` by name: float32, (n,) for state per row, else (n,
         dim)."""
         index = self.table_number(table)
-        weights, state = self.engine.read_rows(index, checked_row_ids(ids))
         spec = self.spec_of(index)
-        both = np.concatenate([weights, state], axis=1)
-        parts = spec.split_state(both, self.engine.tables[index].embedding_dim)
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in parts.items()}
+        columns = spec.state_columns(self.engine.tables[index].embedding_dim)
+        parts = self.engine.read_columns(index, checked_row_ids(ids), list(columns.values()))
+        found = dict(zip(columns, map(torch.from_numpy, parts), strict=True))
+        return {name: value.view(-1) if name in spec.per_row else value for name, value in found.items()}
 
     def load_rows(
         self,

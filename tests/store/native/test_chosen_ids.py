@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.in_memory import tmp_path as in_memory  # noqa: F401  (a fixture)
 from tests.store.store_model import CAP, TABLES, assert_holds, put, stored_ids
 from tierstore.keys import make_keys
 from tierstore.store.native import NativeConfig, NativeStore
@@ -25,6 +26,12 @@ def crowding(count: int, first: int = 0x7777AAAA0000) -> np.ndarray:
         h ^= h >> half
         h = h * inverse & mask
     return (h ^ h >> half) & mask
+
+
+@pytest.fixture
+def tmp_path(in_memory):  # noqa: F811
+    """In memory: half a gibibyte is written, of which no test needs a disk."""
+    return in_memory
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "random"])

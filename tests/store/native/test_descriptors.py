@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.in_memory import tmp_path as in_memory  # noqa: F401  (a fixture)
 from tests.store.store_model import CAP, TABLES, assert_holds, get, put, run_child
 from tierstore import _core
 from tierstore.errors import StoreIOError
@@ -38,6 +39,12 @@ def free():
     return len(held)
 before = free()
 """
+
+
+@pytest.fixture
+def tmp_path(in_memory):  # noqa: F811
+    """In memory: hundreds of segments are synced, one by one."""
+    return in_memory
 
 
 def output_of(code: str, *arguments: object) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.in_memory import tmp_path as in_memory  # noqa: F401  (a fixture)
 from tierstore.errors import StoreFullError
 from tierstore.keys import make_keys
 from tierstore.store import StoredTable
@@ -125,9 +126,10 @@ def test_rounds_of_small_rows(tmp_path, size, share):
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize(("sizes", "share"), SETTINGS)
 @pytest.mark.parametrize(("keep", "tag_every"), [(2, 0), (3, 0), (1, 10), (2, 10), (3, 10)])
-def test_rounds_with_older_commits(tmp_path, keep, tag_every, sizes, share, skewed):
+def test_rounds_with_older_commits(in_memory, keep, tag_every, sizes, share, skewed):  # noqa: F811
+    """In memory, unlike the tests above: these would wait minutes for a disk that syncs."""
     full = FULL_WITH_TAGS if tag_every else FULL_WITH_KEPT
-    training = Training(tmp_path, sizes, 20_000, full, keep)
+    training = Training(in_memory, sizes, 20_000, full, keep)
     training.begin()
     training.rounds(share, skewed, tag_every)
     assert len(training.store.commits()) == keep  # the newest has the tag
