@@ -201,6 +201,16 @@ def test_wrong_input_is_one_line(
     assert os.listdir(tmp_path) == []
 
 
+def test_wrong_tiers_are_refused_before_a_data_set_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data sets take seconds and more to read; this one cannot be read at all."""
+    data = f"--data criteo --data-path {tmp_path}/absent"
+    for tiers, what in (("--hbm 12QB", "hbm is '12QB'"), ("--engine none", "engine"), ("--hbm 3/2", "--hbm")):
+        assert main(f"train {data} {tiers} --store {tmp_path}/store".split()) == 2
+        assert what in capsys.readouterr().err
+
+
 def test_endless_data_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--data", "synthetic:zipf:1.1"]) == 2
     assert "never ends; say after how many batches to stop, by --steps" in capsys.readouterr().err

@@ -68,6 +68,7 @@ class Experiment:
         tierstore.set_num_threads(args.threads)  # refuses more threads than torch survives
         torch.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
+        tier_config(args, 1 << 60)  # refuses what is wrong by itself, before a data set is read
         self.dataset = load_dataset(args)
         if self.plan is not None:
             check_tables(self.plan, table_configs(self.dataset, args.dim), args.plan)

@@ -31,7 +31,7 @@ EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, ve
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 COMPACT_INDEX_BYTES_PER_ROW = 8  # at most, while a table fills; 3 to 4 once it is full
-COMPACT_INDEX_ROWS = 1 << 18  # rows from which on a table has such an index; it begins as a hash
+COMPACT_INDEX_ROWS = 1 << 18  # rows from which on a table takes no more than that; its index begins as a hash
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 35  # of one size in one store: 2^40 places, half perhaps unused, a 16th for copies
 FLOAT = 4
