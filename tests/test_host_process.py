@@ -124,6 +124,32 @@ table.close()
     )
 
 
+@pytest.mark.parametrize("ids", ["torch.arange(2_000_000)", "torch.arange(2_000_000) * 7"])
+def test_what_finds_repeated_ids_is_given_back(ids: str) -> None:
+    """In a table of as many rows each id has a place, in a larger one a hash table has."""
+    run(
+        f"""
+import tierstore
+config, sgd = tierstore.TierConfig(hbm="1MiB", ssd="2GiB"), tierstore.optim.SGD(lr=0.1)
+large = {ids}
+table = tierstore.TieredEmbedding(int(large.max()) + 1, 1, config=config, optimizer=sgd)
+small = torch.arange(100)
+def lookup(ids):
+    with torch.no_grad():
+        table(ids)
+for _ in range(40):
+    lookup(small)
+before = status("VmRSS")
+lookup(large)
+for _ in range(40):
+    lookup(small)
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)  # what torch's own temporaries left in the heap does not count here
+assert status("VmRSS") < before + (60 << 20), (status("VmRSS") - before) >> 20
+"""
+    )
+
+
 def test_reading_a_part_of_rows_takes_no_room_for_the_rest() -> None:
     run(
         """

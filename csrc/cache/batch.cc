@@ -23,7 +23,7 @@ constexpr std::int64_t kPartsFrom = 1 << 16;
 constexpr std::int64_t kLeastOfPart = 1 << 14;
 
 // The keys of a part, numbered. Its memory is kept from part to part and from batch to batch, and is cleared
-// by counting a generation up.
+// by counting a generation up. The memory that a large lookup needed goes back while small ones follow.
 class ScratchTable {
  public:
   struct ById {
@@ -34,9 +34,7 @@ class ScratchTable {
   // Forgets all keys, before a part of a lookup: how many ids the part has, and the lookup.
   void Begin(std::int64_t part_ids, std::int64_t lookup_ids) {
     const auto ids = static_cast<std::size_t>(part_ids);
-    const std::size_t lookup = std::max(static_cast<std::size_t>(lookup_ids), kSmallIds);
-    if (lookup * 16 < by_id_.size()) by_id_ = {};
-    if (lookup * 16 < entries_.size()) entries_ = {};
+    GiveBack(std::max(static_cast<std::size_t>(lookup_ids), kSmallIds / 16) * 16);
     most_by_id_ = std::max(kSmallIds, ids * kPlacesPerId);
     used_by_id_ = 0;
     if (++part_ == 0) {
@@ -96,6 +94,18 @@ class ScratchTable {
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
+
+  // Gives back the memory of a large lookup once so many smaller parts have followed that need less than
+  // `much` of it.
+  void GiveBack(std::size_t much) {
+    const bool idle = std::max({by_id_.size(), entries_.size(), keys_.capacity()}) > much;
+    idle_parts_ = idle ? idle_parts_ + 1 : 0;
+    if (idle_parts_ < kMostIdleParts) return;
+    by_id_ = {};
+    entries_ = {};
+    keys_ = {};
+    idle_parts_ = 0;
+  }
   std::size_t Home(std::uint64_t hash) const {
     return HomePlace(static_cast<std::uint32_t>(hash >> 32), size_);
   }
@@ -132,6 +142,7 @@ class ScratchTable {
   static constexpr std::size_t kPlacesPerId = 2;
   static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
   static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
+  static constexpr int kMostIdleParts = 16;
   // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many
   // places as the same share of keys takes, since growing takes longer than finding the keys.
   static constexpr std::size_t kIdsPerPlace = 2;
@@ -146,6 +157,7 @@ class ScratchTable {
   std::size_t size_ = 0, hashed_ = 0;
   std::size_t last_ids_ = 0;  // of the last part
   std::uint32_t generation_ = 0;
+  int idle_parts_ = 0;  // one after the other
 };
 
 // A table per thread that deduplicates now: each is as large as the largest batch so far.
