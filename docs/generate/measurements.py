@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
+SAID_ABOVE = {"options", "machine", "date"}
+"""Parts of a benchmark's file that the command and the line below it say."""
 HEAD = """\
 # Measurements
 
@@ -40,14 +43,11 @@ def section(result: dict[str, Any]) -> Iterator[str]:
     about = [result["date"], f"commit {commit}", machine(result["machine"]), result.get("conditions")]
     yield "; ".join(filter(None, about)) + "."
     yield ""
-    columns, rows = result.get("columns"), result.get("rows")
-    if columns is None:
-        columns, rows = ["figure", "value"], flat(result["figures"])
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
-    yield ""
+    if "columns" in result:
+        yield from table(result["columns"], result["rows"])
+    else:
+        for columns, rows in tables(result["figures"]):
+            yield from table(columns, rows)
     for note in result.get("notes", ()):
         yield f"- {note}"
     yield ""
@@ -61,12 +61,55 @@ def machine(about: dict[str, Any]) -> str:
     return f"{name}{about['cores']} cores of {about['cpu']}, {memory}, {about['system']}, {versions}"
 
 
+def tables(figures: dict[str, Any]) -> Iterator[tuple[list[str], list[list[Any]]]]:
+    """Yield the columns and rows of the figures of one result: single figures first, then a table of each
+    list of records, and of each group of things that have the same figures, such as the systems compared."""
+    single, others = [], []
+    for name, value in figures.items():
+        if name in SAID_ABOVE:
+            continue
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            columns = list(dict.fromkeys(key for one in value for key in one))
+            others.append((columns, [[one.get(key) for key in columns] for one in value]))
+        elif isinstance(value, dict) and value and all(isinstance(one, dict) for one in value.values()):
+            inner = {key: dict(flat(one)) for key, one in value.items()}
+            figures_of_all = dict.fromkeys(figure for one in inner.values() for figure in one)
+            rows = [[figure, *(one.get(figure) for one in inner.values())] for figure in figures_of_all]
+            others.append(([name, *inner], rows))
+        else:
+            single += map(list, flat(value, name))
+    if single:
+        yield ["figure", "value"], single
+    yield from others
+
+
+def table(columns: list[str], rows: list[list[Any]]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell(value).replace("|", "\\|") for value in row) + " |"
+    yield ""
+
+
+def cell(value: Any) -> str:
+    """Return a figure in four digits, whole numbers with all of theirs, and nothing for what is missing."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        whole = abs(value) >= 10_000 and math.isfinite(value)
+        return f"{round(value):,}" if whole else f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(cell, value))
+    return "" if value is None else str(value)
+
+
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and texts of nested JSON with dotted names."""
+    """Yield the figures and texts of nested JSON with dotted names."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        yield name, ", ".join(map(str, value))
     else:
         yield name, value
