@@ -179,8 +179,11 @@ _ARGUMENTS = {
 
 def test_arguments_are_as_large_as_the_hosts(compiled: Compiled) -> None:
     """The host gives the driver an address alone, and the driver reads as much as the kernel declares."""
-    declared = re.findall(r"\.param \.align (\d+) \.b8 (\w+)_param_0\[(\d+)\]", compiled.ptx)
-    assert {name: (int(align), int(size)) for align, name, size in declared} == {
+    declared = {
+        name: re.search(r"\.param \.align (\d+) \.b8 \w+_param_0\[(\d+)\]", body)
+        for name, body in compiled.ptx.items()
+    }
+    assert {name: found and (int(found[1]), int(found[2])) for name, found in declared.items()} == {
         name: (ctypes.alignment(_ARGUMENTS[name]), ctypes.sizeof(_ARGUMENTS[name]))
         for name in _kernels(compiled.part)
     }

@@ -31,13 +31,16 @@ class Interrupter:
         self.handler = handler
         self.lines = 0
         self.where = ""
+        # Python 3.11 holds no reference of its own to a tracer that it calls: where the tracer is taken out
+        # meanwhile, such as by the garbage collector's end of an older ``on``, the call would go elsewhere.
+        self._tracer = self._call
 
     @contextmanager
     def on(self) -> Iterator[None]:
         assert threading.current_thread() is threading.main_thread()
         before = sys.gettrace()
         if self.lines < self.at:  # else nothing comes any more
-            sys.settrace(self._call)
+            sys.settrace(self._tracer)
         try:
             yield
         finally:

@@ -187,7 +187,7 @@ print(os.wait()[1])
 
 def test_children_get_no_copy_of_large_memory(tmp_path):
     """What the store's index and buffers take is marked so that a fork leaves it out."""
-    with open_store(tmp_path / "store", "native", TABLES, CAP) as store:
+    with open_store(tmp_path / "store", "native", TABLES, CAP, index="hash") as store:
         put(store, 1, range(400_000))
         left_out, size = 0, 0
         with open("/proc/self/smaps") as maps:
