@@ -94,17 +94,14 @@ class ScratchTable {
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
-
-  // Gives back the memory of a large lookup once so many smaller parts have followed that need less than
-  // `much` of it.
+  // Gives back what a large lookup needed, once so many parts in turn have needed less than `much`.
   void GiveBack(std::size_t much) {
-    const bool idle = std::max({by_id_.size(), entries_.size(), keys_.capacity()}) > much;
-    idle_parts_ = idle ? idle_parts_ + 1 : 0;
+    const std::size_t most = std::max({by_id_.size(), entries_.size(), keys_.capacity()});
+    idle_parts_ = most > much ? idle_parts_ + 1 : 0;
     if (idle_parts_ < kMostIdleParts) return;
     by_id_ = {};
     entries_ = {};
     keys_ = {};
-    idle_parts_ = 0;
   }
   std::size_t Home(std::uint64_t hash) const {
     return HomePlace(static_cast<std::uint32_t>(hash >> 32), size_);
@@ -142,7 +139,7 @@ class ScratchTable {
   static constexpr std::size_t kPlacesPerId = 2;
   static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
   static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
-  static constexpr int kMostIdleParts = 16;
+  static constexpr std::uint32_t kMostIdleParts = 16;
   // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many
   // places as the same share of keys takes, since growing takes longer than finding the keys.
   static constexpr std::size_t kIdsPerPlace = 2;
@@ -156,8 +153,7 @@ class ScratchTable {
   PageVector<Entry> entries_;        // of which the first size_ are in use
   std::size_t size_ = 0, hashed_ = 0;
   std::size_t last_ids_ = 0;  // of the last part
-  std::uint32_t generation_ = 0;
-  int idle_parts_ = 0;  // one after the other
+  std::uint32_t generation_ = 0, idle_parts_ = 0;
 };
 
 // A table per thread that deduplicates now: each is as large as the largest batch so far.
