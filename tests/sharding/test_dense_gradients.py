@@ -41,11 +41,11 @@ _LONG_S = 60
 class Dense(nn.Module):
     """Layers over and under the tables; gradients of the ones under come when rows have theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.under = nn.Linear(3, 36)
-        self.over = nn.Sequential(nn.Linear(36, 50), nn.Tanh(), nn.Linear(50, 1))
+        self.over = nn.Sequential(nn.Linear(36, width), nn.Tanh(), nn.Linear(width, 1))
 
     def forward(self, pooled: Tensor) -> Tensor:
         inputs = torch.linspace(-1, 1, 3 * len(pooled)).view(-1, 3)
@@ -53,12 +53,12 @@ class Dense(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 50) -> None:
         super().__init__()
         self.sparse: Any = tierstore.EmbeddingBagCollection(
             cases.tables(), config=cases.MEMORY, optimizer=optim.Adam(lr=0.05)
         )
-        self.dense = Dense()
+        self.dense = Dense(width)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         return self.dense(self.sparse(features).values())
@@ -72,9 +72,9 @@ def trained(forward: Any, dense: nn.Module) -> None:
         optimizer.step()
 
 
-def has_the_bits_of_ddp(options: dict[str, Any], buffers: bool) -> None:
+def has_the_bits_of_ddp(options: dict[str, Any], buffers: bool, width: int = 50) -> None:
     """A DDP of the user's around the dense part does all of its exchanges itself."""
-    whole, parts = Model(), Model()
+    whole, parts = Model(width), Model(width)
     if buffers:
         for model in (whole, parts):
             model.dense.register_buffer("of_dense", torch.full((2,), float(dist.get_rank())))
@@ -97,6 +97,12 @@ def has_the_bits_of_ddp(options: dict[str, Any], buffers: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 def test_dense_layers_have_the_bits_of_ddp(options: dict[str, Any], buffers: bool) -> None:
     run(3, has_the_bits_of_ddp, options, buffers)
+
+
+@pytest.mark.parametrize("width", [6_898, 6_899, 20_000])
+def test_several_buckets_have_the_bits_of_ddp(width: int) -> None:
+    """DDP's first bucket has a mebibyte: 6,898 columns over the tables fill it but for a few bytes."""
+    run(3, has_the_bits_of_ddp, {}, False, width)
 
 
 def stopped(folder: Path, place: str) -> None:
