@@ -67,10 +67,15 @@ def lacks(version_of: Callable[[str], str] = metadata.version) -> list[str]:
     return found
 
 
-_IMPORTS = "import numba, numpy, psutil, pybind11, scipy, safetensors, torch, yaml; print(torch.version.cuda)"
+IMPORTED = ("numba", "numpy", "psutil", "pybind11", "scipy", "safetensors", "torch", "yaml")
 
 
-def broken(command: Sequence[str] = (sys.executable, "-c", _IMPORTS)) -> list[str]:
+def importing(packages: Sequence[str]) -> list[str]:
+    """Return the command that imports ``packages``, torch among them, and prints the CUDA of torch."""
+    return [sys.executable, "-c", f"import {', '.join(packages)}; print(torch.version.cuda)"]
+
+
+def broken(command: Sequence[str] = tuple(importing(IMPORTED))) -> list[str]:
     """Return what is here and of no use, in words: packages that do not go together, such as NumPy and numba,
     and torch for CPUs."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)

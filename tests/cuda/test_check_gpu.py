@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -101,7 +102,13 @@ def test_what_is_here_and_of_no_use_is_said() -> None:
     assert said("raise ImportError('Numba needs NumPy 2.3 or less. Got NumPy 2.5.')") == [
         "the Python packages cannot be imported: ImportError: Numba needs NumPy 2.3 or less. Got NumPy 2.5."
     ]
-    assert check_gpu.broken() in ([], ["torch is built for CPUs alone"])
+    installed = [name for name in check_gpu.IMPORTED if importlib.util.find_spec(name)]
+    assert set(check_gpu.IMPORTED) - set(installed) <= {"pybind11"}  # which only builds need
+    assert check_gpu.broken(check_gpu.importing(installed)) in ([], ["torch is built for CPUs alone"])
+    assert (
+        "ModuleNotFoundError: No module named 'no_such'"
+        in check_gpu.broken(check_gpu.importing([*installed, "no_such"]))[0]
+    )
 
 
 def test_what_is_missing_is_said() -> None:
