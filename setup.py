@@ -1,8 +1,10 @@
 """Builds the native core. Everything else about the package is in pyproject.toml."""
 
 import fcntl
+import functools
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -40,10 +42,19 @@ class BuildCore(build_ext):
             super().run()
 
 
+@functools.cache
+def included(name: str) -> frozenset[str]:
+    """Return a file of csrc and the files of csrc that it includes, directly or not."""
+    names = re.findall(r'^#include "(.+)"', Path(name).read_text(), re.MULTILINE)
+    found = [str(place / each) for each in names for place in (Path("csrc"), Path(name).parent)]
+    return frozenset({name}).union(*(included(each) for each in found if Path(each).exists()))
+
+
 def is_older(compiled: str, source: str) -> bool:
-    """Return whether an object is older than its source, a header or the flags in this file."""
+    """Return whether an object is older than its source, a file that it includes, or the flags in this
+    file."""
     made = os.stat(compiled).st_mtime
-    return any(os.stat(name).st_mtime >= made for name in (source, *HEADERS, __file__))
+    return any(os.stat(name).st_mtime >= made for name in (*included(source), __file__))
 
 
 ParallelCompile("TIERSTORE_BUILD_JOBS", needs_recompile=is_older).install()
