@@ -183,8 +183,7 @@ void Appender::Seal(const SegmentPtr& held) {
     if (end > chunk->offset + chunk->queued) queue_.Enqueue(segment, chunk, end - chunk->offset);
     queue_.Close(segment, chunk);
   }
-  const std::size_t bytes =
-      Footer::EncodedBytes(segment->slots, segment->footer.voids.size(), segment->relocated);
+  const std::size_t bytes = segment->footer.EncodedBytes(segment->Header(context_.id));
   auto footer = std::make_shared<Chunk>();
   footer->encode = [footer = std::exchange(segment->footer, {}), header = segment->Header(context_.id)] {
     return footer.Encode(header);

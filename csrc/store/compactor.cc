@@ -71,7 +71,7 @@ void Compactor::RenewCommit(Lock& lock) {
       if (segment == nullptr) continue;
       const std::uint32_t slots = segment->slots;
       appender_.Flush(segment);
-      gained_bytes_ -= static_cast<std::int64_t>(row_class->BytesOf(segment->slots - slots));
+      gained_bytes_ -= static_cast<std::int64_t>(segment->BytesOfCopies(segment->slots - slots));
     }
   }
   committer_.Renew(lock);

@@ -5,31 +5,11 @@
 #include <utility>
 
 #include "common/crc32c.h"
-#include "io/aligned_buffer.h"
 
 namespace tierstore {
 namespace {
 
 constexpr char kHeaderMagic[9] = "TSTSEGMT";
-constexpr char kTrailerMagic[9] = "TSTFOOTR";
-constexpr std::uint32_t kRelocatedFlag = 1;
-
-constexpr std::uint64_t RoundToBlock(std::uint64_t bytes) {
-  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-}
-
-template <class T>
-void AppendArray(Encoder& out, const std::vector<T>& values) {
-  out.Raw(values.data(), values.size() * sizeof(T));
-}
-
-template <class T>
-std::vector<T> TakeArray(Decoder& in, std::size_t n) {
-  std::vector<T> values(n);
-  const std::byte* data = in.Take(n * sizeof(T));
-  if (n > 0) std::memcpy(values.data(), data, n * sizeof(T));
-  return values;
-}
 
 }  // namespace
 
@@ -139,68 +119,6 @@ bool RecordIsIntact(const std::byte* record, std::uint32_t slot, const Geometry&
   std::uint32_t state = Crc32cExtend(crc_prefix, &header, sizeof header);
   state = Crc32cExtend(state, record + sizeof header, geometry.record_bytes - sizeof header);
   return Crc32cFinish(state) == crc;
-}
-
-Bytes Footer::Encode(const SegmentHeader& header) const {
-  const Geometry g = Geometry::For(header.row_bytes);
-  Encoder out;
-  AppendArray(out, keys);
-  AppendArray(out, epochs);
-  AppendArray(out, voids);
-  const std::uint32_t arrays_crc = Crc32c(out.bytes().data(), out.bytes().size());
-  out.PadTo(EncodedBytes(keys.size(), voids.size(), header.relocated) - kTrailerBytes);
-  const std::size_t trailer = out.bytes().size();
-  out.Raw(kTrailerMagic, 8)
-      .Put(kFormatVersion)
-      .Put(header.number)
-      .Put(header.relocated ? kRelocatedFlag : 0u);
-  out.Put(static_cast<std::uint32_t>(keys.size())).Put(static_cast<std::uint32_t>(voids.size()));
-  out.Put(arrays_crc).Put(g.EndOffset(static_cast<std::uint32_t>(keys.size())));
-  out.PadTo(trailer + kTrailerBytes - 4);
-  out.Put(Crc32c(out.bytes().data() + trailer, kTrailerBytes - 4));
-  return std::move(out.bytes());
-}
-
-std::optional<Footer> Footer::Load(File& file, const SegmentHeader& header) try {
-  const Geometry g = Geometry::For(header.row_bytes);
-  const std::uint64_t size = file.Size();
-  if (size % kBlockBytes != 0 || size < kSegmentHeaderBytes + kBlockBytes) return std::nullopt;
-  AlignedBuffer block(kBlockBytes);
-  if (file.Read(size - kBlockBytes, block.data(), kBlockBytes) != kBlockBytes) return std::nullopt;
-  const std::byte* trailer = block.data() + kBlockBytes - kTrailerBytes;
-  Decoder in({trailer, kTrailerBytes}, file.path());
-  if (std::memcmp(in.Take(8), kTrailerMagic, 8) != 0) return std::nullopt;
-  const auto version = in.Get<std::uint32_t>(), number = in.Get<std::uint32_t>(),
-             flags = in.Get<std::uint32_t>();
-  const auto slots = in.Get<std::uint32_t>(), voids = in.Get<std::uint32_t>(),
-             arrays_crc = in.Get<std::uint32_t>();
-  const auto offset = in.Get<std::uint64_t>();
-  std::uint32_t crc;
-  std::memcpy(&crc, trailer + kTrailerBytes - 4, sizeof crc);
-  if (Crc32c(trailer, kTrailerBytes - 4) != crc || version != kFormatVersion || number != header.number)
-    return std::nullopt;
-  if ((flags == kRelocatedFlag) != header.relocated || slots > kMaxSlots || voids > slots)
-    return std::nullopt;
-  if (offset != g.EndOffset(slots) || offset + EncodedBytes(slots, voids, header.relocated) != size)
-    return std::nullopt;
-
-  AlignedBuffer arrays(size - offset);
-  if (file.Read(offset, arrays.data(), size - offset) != size - offset) return std::nullopt;
-  Decoder body({arrays.data(), size - offset}, file.path());
-  Footer footer;
-  footer.keys = TakeArray<std::uint64_t>(body, slots);
-  if (header.relocated) footer.epochs = TakeArray<std::uint32_t>(body, slots);
-  footer.voids = TakeArray<std::uint32_t>(body, voids);
-  if (Crc32c(arrays.data(), body.at()) != arrays_crc) return std::nullopt;
-  if (!std::is_sorted(footer.voids.begin(), footer.voids.end())) return std::nullopt;
-  if (!footer.voids.empty() && footer.voids.back() >= slots) return std::nullopt;
-  return footer;
-} catch (const CorruptError&) {
-  return std::nullopt;
-}
-
-std::uint64_t Footer::EncodedBytes(std::uint64_t slots, std::uint64_t voids, bool relocated) {
-  return RoundToBlock(slots * (relocated ? 12 : 8) + voids * 4 + kTrailerBytes);
 }
 
 }  // namespace tierstore

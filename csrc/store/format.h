@@ -1,9 +1,9 @@
-// Segment files: geometry, header, records, footer. docs/reference/formats.md specifies every byte.
+// Segment files: geometry, header, records. store/footer.h has the footer. docs/reference/formats.md
+// specifies every byte.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,12 +17,15 @@ using StoreId = std::array<std::byte, 16>;
 inline constexpr std::uint32_t kFormatVersion = 2;
 inline constexpr std::uint64_t kSegmentHeaderBytes = kBlockBytes;
 inline constexpr std::size_t kRecordHeaderBytes = 16;
-inline constexpr std::size_t kTrailerBytes = 64;
 inline constexpr std::size_t kMaxFrameBytes = 1 << 20;
 inline constexpr std::uint32_t kMaxRowBytes = 256 << 10;
 inline constexpr unsigned kMaxSlotBits = 22;
 inline constexpr std::uint32_t kMaxSlots = 1 << kMaxSlotBits;  // whose keys wait in memory for the footer
 inline constexpr std::uint64_t kMaxSegmentBytes = 1 << 30;
+
+constexpr std::uint64_t RoundToBlock(std::uint64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
 
 // What a file of another version is told to be.
 std::string UnknownFormat(std::uint32_t version);
@@ -49,6 +52,8 @@ struct Geometry {
   // The number of slots of a segment of at most `bytes` (but at least one frame).
   std::uint32_t SlotsIn(std::uint64_t bytes) const;
 };
+
+inline constexpr std::uint32_t kRelocatedFlag = 1;
 
 struct SegmentHeader {
   std::uint32_t row_bytes = 0;
@@ -80,19 +85,5 @@ void SealRecords(std::byte* const records[], const std::uint64_t keys[], const s
 RecordHeader LoadRecordHeader(const std::byte* record);
 bool RecordIsIntact(const std::byte* record, std::uint32_t slot, const Geometry& geometry,
                     std::uint32_t crc_prefix);
-
-// The end of a full segment: the key (and in relocated segments the epoch) of every slot, so that the index
-// is rebuilt without reading the rows.
-struct Footer {
-  std::vector<std::uint64_t> keys;
-  std::vector<std::uint32_t> epochs;  // empty unless the segment is relocated
-  std::vector<std::uint32_t> voids;   // ascending slots
-
-  // Bytes from geometry.EndOffset(slots) to the end of the file.
-  Bytes Encode(const SegmentHeader& header) const;
-  // Returns nothing when the file has no valid footer, whether it is damaged or missing.
-  static std::optional<Footer> Load(File& file, const SegmentHeader& header);
-  static std::uint64_t EncodedBytes(std::uint64_t slots, std::uint64_t voids, bool relocated);
-};
 
 }  // namespace tierstore

@@ -12,6 +12,7 @@
 
 #include "io/aligned_buffer.h"
 #include "io/env.h"
+#include "store/footer.h"
 #include "store/format.h"
 #include "store/index.h"
 
@@ -114,6 +115,8 @@ struct Segment {
   // The segment is written whole and no longer in memory, so that compaction can read it from its file.
   bool IsComplete() const { return sealed && chunks.empty(); }
   SegmentHeader Header(const StoreId& store) const;
+  // The bytes of copies of this many of its rows, with their part of header and footer.
+  std::uint64_t BytesOfCopies(std::uint32_t rows) const;
 
   // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
   // one is full and closed. `chunks` then still holds what is being written, or nothing.
@@ -185,15 +188,12 @@ struct RowClass {
   std::uint32_t SlotOf(Location location) const {
     return static_cast<std::uint32_t>(location) & ((1u << slot_bits) - 1);
   }
-  // The bytes of this many copies, with their part of header and footer.
-  std::uint64_t BytesOf(std::uint32_t slots) const {
-    const std::uint64_t full =
-        geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, true);
-    return full * slots / slots_per_segment;
+  // The bytes of this many copies with their part of the header, and with as much of a footer for each.
+  std::uint64_t BytesOf(std::uint32_t slots, std::uint64_t footer_bits) const {
+    return geometry.EndOffset(slots_per_segment) * slots / slots_per_segment + slots * footer_bits / 8;
   }
   std::uint64_t MaxSegmentBytes(bool relocated) const {
-    return geometry.EndOffset(slots_per_segment) +
-           Footer::EncodedBytes(slots_per_segment, slots_per_segment, relocated);
+    return geometry.EndOffset(slots_per_segment) + Footer::MostBytes(slots_per_segment, relocated);
   }
 };
 

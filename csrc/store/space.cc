@@ -101,7 +101,7 @@ std::string Space::DescribeOlderCommits() const {
   std::uint64_t total = 0;
   for (const auto& [number, id] : last_to_name) {
     const Segment& segment = *segments_.At(number);
-    const std::uint64_t needed = segment.row_class->BytesOf(segment.Needed());
+    const std::uint64_t needed = segment.BytesOfCopies(segment.Needed());
     if (needed >= segment.reserved_bytes) continue;
     held[id] += segment.reserved_bytes - needed;
     total += segment.reserved_bytes - needed;

@@ -43,7 +43,7 @@ void VerifyContext::Merge(VerifyReport part) const {
 
 bool SegmentVerifier::Verify() try {
   if (!OpenAndReadHeader()) return false;
-  footer_ = Footer::Load(*file_, header_);
+  footer_ = Footer::Load(*file_, header_, &footer_version_);
   if (footer_ && footer_->keys.size() < named_.slots) footer_.reset();
   if (!footer_) {
     expected_.keys.resize(named_.slots);
@@ -210,17 +210,19 @@ void SegmentVerifier::VerifyFooter() {
       intact_ = false;
       context_.Add(Describe(begin, file_bytes_ - begin, "the footer contradicts the records", 0, true));
     }
-    const Bytes expected = footer_->Encode(header_);
+    const Bytes expected = footer_->Encode(header_, footer_version_);
     if (ReadAt(begin, expected.size()) != expected)
       Harmless(begin, expected.size(), "unused bytes of the footer that should be zero are not");
     return;
   }
   // Behind the committed slots there is a footer, or what was never committed, whose size may be the same.
-  const Bytes expected = expected_.Encode(header_);
-  if (!named_.sealed || file_bytes_ - end != expected.size()) return;
-  const Bytes found = ReadAt(end, expected.size());
-  if (found.size() == expected.size() && IsMostly(found, expected))
-    Harmless(end, found.size(), "the footer is damaged");
+  for (std::uint32_t version = kOldestFooterVersion; version <= kFooterVersion; ++version) {
+    const Bytes expected = expected_.Encode(header_, version);
+    if (!named_.sealed || file_bytes_ - end != expected.size()) continue;
+    const Bytes found = ReadAt(end, expected.size());
+    if (found.size() != expected.size() || !IsMostly(found, expected)) continue;
+    return Harmless(end, found.size(), "the footer is damaged");
+  }
 }
 
 // The bytes at `offset`, a block boundary: fewer than `size` at the end of the file.

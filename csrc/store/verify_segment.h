@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "io/aligned_buffer.h"
 #include "io/env.h"
+#include "store/footer.h"
 #include "store/format.h"
 #include "store/verify.h"
 
@@ -78,6 +80,7 @@ class SegmentVerifier {
   Geometry geometry_;
   std::uint32_t crc_prefix_ = 0;
   std::optional<Footer> footer_;
+  std::uint32_t footer_version_ = kFooterVersion;
   Footer expected_;                                      // by the records, where none could be loaded
   std::uint32_t damaged_first_ = 0, damaged_count_ = 0;  // a run of slots
   const char* damaged_why_ = nullptr;

@@ -14,7 +14,7 @@ double LastingShare(const Segment& segment) {
 
 std::int64_t Gain(const Segment& segment, std::uint32_t rows) {
   return static_cast<std::int64_t>(segment.reserved_bytes) -
-         static_cast<std::int64_t>(segment.row_class->BytesOf(rows));
+         static_cast<std::int64_t>(segment.BytesOfCopies(rows));
 }
 
 bool VictimPicker::IsShort(const Survey& survey) const {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from tests.bags import SGD, Bags, budget, build, everything, random_batches
-from tierstore import TierConfig
+from tierstore import TierConfig, TieredEmbeddingBag
 from tierstore.cache.group import TierGroup
 from tierstore.cache.row_moves import RowMoves
 from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.errors import InputError
 from tierstore.pipeline.planned import RecentBatches
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.pipeline.windows import Window
@@ -136,9 +138,9 @@ def test_the_worker_itself_fails(
         assert train_again_after(module)
 
 
-def train_again_after(module: Bags) -> bool:
+def train_again_after(module: Bags, inputs: Any = {"": lambda batch: (batch,)}) -> bool:  # noqa: B006
     seen = 0
-    for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+    for ids in prefetch(BATCHES, module, depth=2, window=4, inputs=inputs):
         module(ids).sum().backward()
         seen += 1
     return seen == len(BATCHES)
@@ -233,3 +235,71 @@ def test_a_loader_that_fills_one_buffer_again_and_again() -> None:
                 bags_(ids).sin().sum().backward()
         for a, b in zip(everything(module), everything(memory), strict=True):
             assert torch.equal(a, b)
+
+
+def warnings_of(module: Bags, inputs: Any, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a pass over the batches, and a second one, say at level WARNING or above."""
+    with caplog.at_level(logging.WARNING, "tierstore"):
+        assert train_again_after(module, inputs)
+        assert train_again_after(module, inputs)
+    return [record.getMessage() for record in caplog.records if record.name == "tierstore"]
+
+
+@pytest.mark.parametrize("kind", [LookupError, AttributeError, TypeError, ValueError, RuntimeError])
+def test_a_function_of_inputs_that_fails_is_told_once(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def inputs(batch: Any) -> Any:
+        raise kind("no column of that name")
+
+    with bags() as module:
+        (said,) = warnings_of(module, {"": inputs}, caplog)
+        assert said == (
+            "Bags (tables t0): its function in prefetch(..., inputs=...) has failed for a batch, or has "
+            f"returned what cannot be looked up ({kind.__name__}: no column of that name), so the batch is "
+            "not prefetched; let the function return the arguments of the module's forward call for every "
+            "batch. (said once)"
+        )
+
+
+def test_a_function_of_inputs_that_returns_something_else_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with bags() as module:
+        (said,) = warnings_of(module, {"": lambda batch: ("nothing to look up",)}, caplog)
+        assert "has returned what cannot be looked up" in said
+
+
+def learned_pass(batches: list[dict[str, torch.Tensor]]) -> tuple[int, list[str]]:
+    """How many forward calls fail where a batch tells the ids, and what is logged."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler, failed = Kept(logging.WARNING), 0
+    logger = logging.getLogger("tierstore")
+    logger.addHandler(handler)
+    with TieredEmbeddingBag(2000, 5, config=TierConfig(hbm="1MiB", engine="memory"), optimizer=SGD) as bag:
+        for batch in prefetch(batches, bag, depth=2, window=4):
+            try:
+                bag(next(iter(batch.values()))).sum().backward()
+            except InputError:
+                failed += 1
+    logger.removeHandler(handler)
+    return failed, said
+
+
+def test_a_batch_of_another_structure_than_the_first_is_told_once() -> None:
+    named = [{"ids" if step < 6 else "keys": batch[0]} for step, batch in enumerate(BATCHES)]
+    failed, (said,) = learned_pass(named)
+    assert failed == 0
+    assert "a batch has another structure than the first one (KeyError: 'ids'), so it is not" in said
+
+
+def test_wrong_ids_are_told_by_the_forward_call_alone() -> None:
+    wrong = BATCHES[5][0].clone()
+    wrong[0, 0] = 1 << 40
+    named = [{"ids": wrong if step == 5 else batch[0]} for step, batch in enumerate(BATCHES)]
+    assert learned_pass(named) == (1, [])

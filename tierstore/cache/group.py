@@ -28,7 +28,7 @@ from tierstore.cache.resident_lookups import ResidentLookups
 from tierstore.cache.row_moves import RowMoves
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.memory import MemoryTier
-from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, RowBytes, Tier
+from tierstore.cache.tiers.protocol import FoundRows, Keys, RowBytes, Tier
 from tierstore.cache.tiers.stack import TierStack
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.errors import ClosedError
@@ -56,8 +56,7 @@ class TierGroup:
         self.device_name = self.device.name
         self.stack = TierStack(name, tiers)
         self.order = LookupOrder()
-        # Where no row leaves the fast tier, and none comes from below, nobody asks when rows are used.
-        self.window = _core.Window(knows_uses=self.fast.plan.evicts or bool(self.stack.lower))
+        self.window = self._new_window()
         self.curves = LiveCurves(tables)
         self.residency_lock = lock
         self.stats = stats
@@ -127,9 +126,21 @@ class TierGroup:
                 self.size.known = known
 
     def forget_window(self) -> None:
-        """Forget announced lookups that were not planned and will not come."""
+        """Forget announced lookups that were not planned and will not come. They are forgotten also if the
+        call raises; a tier may then take rows for rows of the next lookups until they are looked up."""
         with self.residency_lock:
-            self.stack.announce(self.window.clear(), NEVER, self._planned)
+            keys = np.empty(0, np.uint64)
+            try:
+                keys = self.window.clear()
+            except BaseException:
+                self.window = self._new_window()  # the other one may still have some of the lookups
+                raise
+            finally:
+                self.stack.forget(keys, self._planned)
+
+    def _new_window(self) -> _core.Window:
+        # Where no row leaves the fast tier, and none comes from below, nobody asks when rows are used.
+        return _core.Window(knows_uses=self.fast.plan.evicts or bool(self.stack.lower))
 
     def plan(
         self,

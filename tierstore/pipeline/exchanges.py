@@ -10,6 +10,7 @@ from typing import Any
 from tierstore.errors import RankError, TierStoreError
 from tierstore.modules.ahead import content_of
 from tierstore.pipeline.learning import Call
+from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
 from tierstore.pipeline.planned import Planned
 
 logger = logging.getLogger("tierstore")
@@ -30,12 +31,13 @@ class RankExchanges:
         """Begin to exchange the sizes of a batch."""
         for number, call in self._calls:
             module: Any = call.module
+            args: tuple[Any, ...] | None = None
             try:
                 args, kwargs = call.arguments(planned.batch)
                 # before the ids are read, so that later changes are noticed
                 planned.contents[number] = content_of(module.lookup_inputs(*args, **kwargs))
-            except (TierStoreError, LookupError, AttributeError, TypeError) as error:
-                logger.debug("no prefetch for a batch: %s", error)
+            except WRONG_BATCH as error:
+                say_why(call, error, has_arguments=args is not None)
                 args, kwargs = (None,), {}  # a wrong input: the other ranks learn of it, since they begin too
             planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
 

@@ -88,6 +88,7 @@ class Call:
 
     module: TieredModule
     arguments: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    is_given: bool = False  # whether the user has given ``arguments``
 
 
 class Recorder:

@@ -52,9 +52,10 @@ def prefetch(
     depth from the first batches, and the window for every plan from the batches that are known then, so that
     a run is reproducible. ``inputs`` maps a module (or its name in ``model``)
     to a function from a batch to the arguments of its forward call; without it, they are learned from the
-    first batch, which is then not prefetched. Modules that cannot be learned run on demand, and a warning
-    says so once. ``device``: a GPU to which the next batch is copied while one is in use, without its ids
-    (see ``PrefetchPipeline``); batches stay where they are if it is None or the CPU.
+    first batch, which is then not prefetched. Modules that cannot be learned run on demand, as do batches for
+    which such a function raises an error, and a warning says so once. ``device``: a GPU to which the next
+    batch is copied while one is in use, without its ids (see ``PrefetchPipeline``); batches stay where they
+    are if it is None or the CPU.
 
     Iterate over the result as over a ``DataLoader``, once per epoch: each ``for`` loop is a new pass and ends
     the pass before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the
@@ -121,7 +122,7 @@ def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
             value = function(batch)
             return (value if isinstance(value, tuple) else (value,)), {}
 
-        calls.append(Call(module, arguments))
+        calls.append(Call(module, arguments, is_given=True))
     return calls
 
 
@@ -150,11 +151,13 @@ class _Tables:
         return self.session
 
     def end(self) -> None:
-        if self.session is not None:
-            self.session.close()
-        for engine in self.engines:
-            if _taken.get(id(engine)) is self:
-                _taken.pop(id(engine), None)
+        try:
+            if self.session is not None:
+                self.session.close()
+        finally:
+            for engine in self.engines:
+                if _taken.get(id(engine)) is self:
+                    _taken.pop(id(engine), None)
 
     def __del__(self) -> None:
         if self.session is not None:

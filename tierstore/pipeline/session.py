@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -202,17 +203,22 @@ class Session:
         return ours or any(lock._is_owned() for lock in locks)
 
     def _close(self, seconds: float | None = None) -> None:
-        self._worker.stop()
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return
-        self._worker.abandon()
-        for planned in self._coming:
-            for _, ahead in planned.aheads:
-                ahead.release()
-        self._coming.clear()
+        try:
+            self._worker.stop()
+        finally:
+            if self._thread is not None:
+                self._thread.join(seconds)
+            if self._thread is None or not self._thread.is_alive():
+                self._release()
+
+    def _release(self) -> None:
+        """Give back what the session holds: all of it, also if a step raises."""
         self._is_closed = True
+        with ExitStack() as ends:
+            while self._coming:
+                for _, ahead in self._coming.popleft().aheads:
+                    ends.callback(ahead.release)
+            ends.callback(self._worker.abandon)
 
     def end_at_exit(self) -> None:
         if not self._is_closed:

@@ -6,24 +6,22 @@ in order, at most ``depth`` batches ahead of the one in use.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
-from tierstore.errors import TierStoreError
 from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.learning import Call, tensors_read
+from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
 from tierstore.pipeline.openmp import share_processors
 from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.windows import Window
-
-logger = logging.getLogger("tierstore")
 
 
 class Worker:
@@ -104,24 +102,27 @@ class Worker:
             group.order.wake()
 
     def stop(self) -> None:
-        """Let the worker end after the step that it is making, which waits for nothing any more."""
+        """Let the worker end after the step that it is making, which waits for nothing any more. It ends also
+        if this raises."""
         with self._lock:
             self._is_stopping = True
             self._changed.notify_all()
-        for group in self.groups:
-            group.forget_window()  # a plan may wait for rows that are read ahead
-            group.order.wake()
+        with ExitStack() as ends:
+            for group in self.groups:
+                ends.callback(group.order.wake)
+                ends.callback(group.forget_window)  # a plan may wait for rows that are read ahead
 
     def abandon(self) -> None:
-        """Plan nothing more ahead: waiting forward calls look up on demand."""
+        """Plan nothing more ahead: waiting forward calls look up on demand, also if this raises."""
         with self._lock:
             waiting = [*self._to_plan, *self._to_prepare]
             self._to_plan.clear()
             self._to_prepare.clear()
-        for planned in waiting:
-            planned.cancel()
-        for group in self.groups:
-            group.forget_window()
+        with ExitStack() as ends:
+            for group in self.groups:
+                ends.callback(group.forget_window)
+            for planned in waiting:
+                ends.callback(planned.cancel)
 
     # -- worker's thread ------------------------------------------------------------------------
 
@@ -134,7 +135,8 @@ class Worker:
         except BaseException as error:  # the session tells the training thread
             with self._lock:
                 self.failure = error
-            self._break()
+            with suppress(BaseException):  # the session's end forgets the windows again
+                self._break()
 
     def _do_next(self) -> bool:
         """Plan or prepare a batch; return False when all work is done."""
@@ -184,6 +186,7 @@ class Worker:
         exchange = planned.exchanges.pop(number, None)
         if module.collective and exchange is None:
             return
+        args: tuple[Any, ...] | None = None
         try:
             with planned.on_streams():  # arguments may be computed where the ids are
                 args, kwargs = call.arguments(planned.batch)
@@ -193,9 +196,8 @@ class Worker:
                     lookup = module.make_lookup(*args, **kwargs)
                 else:
                     content, lookup = planned.contents[number], module.finish_exchange(exchange)
-        except (TierStoreError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            # The forward call raises the batch's error in the user's own thread.
-            logger.debug("no prefetch for a batch: %s", error)
+        except WRONG_BATCH as error:  # the forward call raises the batch's error in the user's own thread
+            say_why(call, error, has_arguments=args is not None)
             return
         except BaseException as error:  # no forward call would raise this error by itself
             planned.aheads.append((module, Ahead.failed(error)))

@@ -1,4 +1,5 @@
-"""Files that format version 2 wrote are read by every later version. ``make`` below made them, once."""
+"""Files that format version 2 wrote are read by every later version. ``make`` below made them, once for each
+version of footers."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
 GOLDEN = Path(__file__).parent / "golden" / "v2"
+FOLDERS = [GOLDEN, GOLDEN.parent / "v2_footers_v3"]
 TABLES = (StoredTable("a", 0, 1 << 40, 4, 16), StoredTable("b", 1, 1 << 40, 64, 272))
 CONFIG = NativeConfig(cap_bytes=1 << 20, segment_bytes=12_288, snapshot_min_rows=1, keep=2)
 
@@ -61,16 +63,18 @@ def check(folder: Path, with_index: bool) -> None:
         assert holds(store, 1, range(7, 56, 7), 1)
 
 
-def test_version_2_is_read(tmp_path):
-    shutil.copytree(GOLDEN, tmp_path / "store")
+@pytest.mark.parametrize("golden", FOLDERS, ids=lambda folder: folder.name)
+def test_version_2_is_read(tmp_path, golden):
+    shutil.copytree(golden, tmp_path / "store")
     check(tmp_path / "store", with_index=True)
-    shutil.copytree(GOLDEN, tmp_path / "other")
+    shutil.copytree(golden, tmp_path / "other")
     (tmp_path / "other" / "INDEX").unlink()
     check(tmp_path / "other", with_index=False)
 
 
-def test_the_first_commit_of_version_2_is_read(tmp_path):
-    shutil.copytree(GOLDEN, tmp_path / "store")
+@pytest.mark.parametrize("golden", FOLDERS, ids=lambda folder: folder.name)
+def test_the_first_commit_of_version_2_is_read(tmp_path, golden):
+    shutil.copytree(golden, tmp_path / "store")
     config = NativeConfig(cap_bytes=1 << 20, keep=2, at=1)
     with NativeStore(tmp_path / "store", TABLES, config=config) as store:
         assert store.meta() == b"first"

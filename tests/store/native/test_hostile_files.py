@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.store.native.checksums import crc32c
-from tests.store.native.test_golden import GOLDEN, TABLES
+from tests.store.native.test_golden import FOLDERS, GOLDEN, TABLES
 from tests.store.store_model import run_child
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError
@@ -95,11 +95,18 @@ def test_index_of_huge_counts(folder):
     assert outcome(folder) == "read"
 
 
-@pytest.mark.parametrize("field", [20, 24])  # slots, voids
-def test_footers_of_huge_counts(folder, field):
+@pytest.mark.parametrize(
+    ("version", "field", "size"),
+    [(2, 20, 4), (2, 24, 4), (3, 20, 4), (3, 24, 4), *((3, 40 + width, 1) for width in range(4))],
+)  # slots, voids, and the sizes of the fields of slots
+def test_footers_of_huge_counts(folder, version, field, size):
+    for file in folder.iterdir():
+        file.unlink()
+    for file in FOLDERS[version - 2].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
     for file in folder.glob("*.seg"):
         data = file.read_bytes()
-        trailer = change(data[-64:-4], field, 0xFFFFFFFF)
+        trailer = change(data[-64:-4], field, 256**size - 1, size)
         file.write_bytes(data[:-64] + with_crc(trailer))
     (folder / "INDEX").unlink()
     assert outcome(folder) == "read"  # from the records

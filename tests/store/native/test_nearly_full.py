@@ -17,7 +17,7 @@ from tierstore.store.native import NativeConfig, NativeStore
 
 ROUNDS = 40
 FULL = 0.75
-FULL_OF_SMALL = 2 / 3
+FULL_OF_SMALLEST, FULL_IN_SMALL_CAP = 0.65, 2 / 3
 FULL_WITH_KEPT, FULL_WITH_TAGS = 0.45, 0.33
 """With ``keep`` of 2 or 3, and with one tag besides: docs/explanation/native_store.md promises these."""
 
@@ -33,9 +33,18 @@ class Training:
     """Tables of ``count`` rows each beside the version of every row."""
 
     def __init__(
-        self, path, sizes: list[int], count: int, full: float = FULL, keep: int = 1, footer: int = 0
+        self,
+        path,
+        sizes: list[int],
+        count: int,
+        full: float = FULL,
+        keep: int = 1,
+        footer: int = 0,
+        any_ids: bool = False,
     ) -> None:
-        self.tables = [StoredTable(f"t{i}", i, 1 << 40, size // 4, size) for i, size in enumerate(sizes)]
+        self.tables = [StoredTable(f"t{i}", i, 1 << 48, size // 4, size) for i, size in enumerate(sizes)]
+        some = np.unique(np.random.default_rng(7).integers(0, 1 << 48, 2 * count))
+        self.ids = np.random.default_rng(8).permutation(some)[:count] if any_ids else np.arange(count)
         self.path, self.sizes, self.count = path, sizes, count
         self.cap = int(count * sum(size + 16 + footer for size in sizes) / full)
         self.keep = keep
@@ -50,14 +59,14 @@ class Training:
             some = ids[first : first + 1000]
             self.versions[table, some] = version
             self.store.write(
-                make_keys(table, some), rows_of(some, self.versions[table, some], self.sizes[table])
+                make_keys(table, self.ids[some]), rows_of(some, self.versions[table, some], self.sizes[table])
             )
 
     def check(self) -> None:
         ids = np.arange(self.count)
         for table, size in enumerate(self.sizes):
             out = np.zeros((self.count, size), np.uint8)
-            assert self.store.read(make_keys(table, ids), out).all()
+            assert self.store.read(make_keys(table, self.ids), out).all()
             assert np.array_equal(out, rows_of(ids, self.versions[table], size))
 
     def rounds(self, share: float, skewed: bool = False, tag_every: int = 0) -> None:
@@ -112,10 +121,13 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
     training.store.close()
 
 
-@pytest.mark.parametrize("share", [0.01, 0.05])
-def test_rounds_of_the_smallest_rows_at_three_quarters(tmp_path, share):
-    """In a cap of 8 MiB; of smaller rows, and in smaller caps, less may be full."""
-    training = Training(tmp_path, [128], 44_000)
+@pytest.mark.parametrize("any_ids", [False, True], ids=["", "any_ids"])
+@pytest.mark.parametrize("share", [0.01, 0.02, 0.03, 0.05])
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 112, 128])
+def test_rounds_of_small_rows(in_memory, size, share, any_ids):  # noqa: F811
+    """In a cap of 8 MiB; in smaller caps less may be full. Footers are largest where ids have 48 bits."""
+    full = FULL if size >= 48 else FULL_OF_SMALLEST
+    training = Training(in_memory, [size], int(full * (8 << 20) / (size + 16)) + 1, full, any_ids=any_ids)
     assert training.cap >> 20 == 8
     training.begin()
     training.rounds(share)
@@ -125,9 +137,9 @@ def test_rounds_of_the_smallest_rows_at_three_quarters(tmp_path, share):
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 112])
-def test_rounds_of_small_rows(tmp_path, size, share):
-    """Of a row and its 12 bytes of a footer two thirds of the cap may be full."""
-    training = Training(tmp_path, [size], 40_001, FULL_OF_SMALL, footer=12)
+def test_rounds_of_small_rows_in_a_small_cap(tmp_path, size, share):
+    """Of a row and 12 bytes for its part of a footer two thirds of the cap may be full."""
+    training = Training(tmp_path, [size], 40_001, FULL_IN_SMALL_CAP, footer=12)
     training.begin()
     training.rounds(share)
     training.check()

@@ -144,6 +144,18 @@ class TierStack:
         for tier in self.tiers:
             keys = tier.announce(keys, next_use, now)
 
+    def forget(self, keys: Keys, now: int) -> None:
+        """Tell the tiers that no lookup is announced any more, and that ``keys`` were of such lookups: all
+        tiers, also if one of them raises."""
+        failure: BaseException | None = None
+        for tier in self.tiers:
+            try:
+                keys = tier.announce(keys, NEVER, now)
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
     def begin_lookup(self, seq: int) -> None:
         """Tell the tiers that lookup ``seq`` is being planned."""
         for tier in self.lower:
