@@ -94,6 +94,7 @@ CASES: dict[str, Case] = {
     "rows of ids": (bag, lambda seed: (ids(12, seed).view(4, 3),)),
     "one id each": (bag, lambda seed: (ids(12, seed).view(12, 1),)),
     "padding": (lambda: bag(padding_idx=3), lambda seed: (ids(40, seed).view(4, 10),)),
+    "many ids": (bag, lambda seed: (ids(70_000, seed).view(700, 100),)),
     "no ids": (bag, lambda seed: (ids(0, seed), torch.tensor([0, 0]))),
     "no bags": (bag, lambda seed: (ids(0, seed), torch.tensor([], dtype=torch.int64))),
     "fp16": (lambda: bag(dtype=torch.float16), lambda seed: (ids(12, seed).view(4, 3),)),
