@@ -1,7 +1,8 @@
 """Hooks of a policy that check every index: what ``cache_policies.check`` runs before the compiled ones.
 
 numba's compiled code neither checks indices nor tells of exceptions, so a wrong index writes into other
-memory. Here a hook, and every compiled function that it reaches by name, is compiled again with checks.
+memory. Here a hook is compiled again with checks, and so is every compiled function that it reaches: by name
+or as an attribute of a module.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ class CheckedHooks:
     """The hooks of ``policy`` by name, for checks of the policy.
 
     ``PolicyError`` says which hook asks for an element that an array does not have, changes an argument that
-    is not its own, or raises.
+    is not its own, or raises. It is raised at once for functions that cannot be checked.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         known: dict[tuple[int, bool], Any] = {}
-        self._functions = {
-            name: _checked(getattr(type(policy), name), known, is_hook=True) for name in policy.hook_names()
-        }
+        try:
+            self._functions = {
+                name: _checked(getattr(type(policy), name), known, is_hook=True)
+                for name in policy.hook_names()
+            }
+        except PolicyError as error:
+            raise PolicyError(f"policy {policy.name!r}: {error}") from None
         self._state: Any = None
 
     def begin(self, capacity: int) -> CheckedHooks:
@@ -115,13 +120,65 @@ def _checked(function: Any, known: dict[tuple[int, bool], Any], is_hook: bool = 
     entry = {} if is_hook else NO_ENTRY  # Python calls hooks
     compiled = compiler(copied, boundscheck=True, error_model="numpy", **entry)
     known[id(plain), is_hook] = compiled
-    for name in set(_names(plain.__code__)):
-        if isinstance(scope.get(name), Dispatcher):
-            scope[name] = _checked(scope[name], known)
+    names = set(_names(plain.__code__))
+    for name in names & scope.keys():
+        scope[name] = _checked_value(scope[name], names, known)
     for cell in cells:
-        if isinstance(cell.cell_contents, Dispatcher):
-            cell.cell_contents = _checked(cell.cell_contents, known)
+        cell.cell_contents = _checked_value(cell.cell_contents, names, known)
     return compiled
+
+
+def _checked_value(value: Any, names: set[str], known: dict[tuple[int, bool], Any]) -> Any:
+    """Return what takes the place of a variable of a function whose code has ``names``: its variables, and
+    the attributes that it asks for. Raises PolicyError for a tuple of compiled functions: numba does not tell
+    of what such a function raises."""
+    if isinstance(value, Dispatcher):
+        return _checked(value, known)
+    if isinstance(value, types.ModuleType):
+        return _checked_module(value, names, known, {})
+    if isinstance(value, tuple) and any(isinstance(one, Dispatcher) for one in value):
+        called = ", ".join(one.py_func.__name__ for one in value if isinstance(one, Dispatcher))
+        raise PolicyError(f"functions in a tuple cannot be checked ({called}): call each by its name")
+    return value
+
+
+def _checked_module(
+    module: types.ModuleType, names: set[str], known: dict[tuple[int, bool], Any], made: dict[int, Any]
+) -> types.ModuleType:
+    """Return a copy of ``module``, whose functions called by one of ``names`` check indices. A module that
+    has none is returned itself, for numba knows numpy's functions by their module. ``made`` has the copies by
+    their modules, since two modules may have each other."""
+    if id(module) in made:
+        return made[id(module)]
+    if not _has_compiled(module, names, set()):
+        return module
+    copied = made[id(module)] = types.ModuleType(module.__name__)
+    copied.__dict__.update(module.__dict__)
+    for name, value in _named(module, names):
+        if isinstance(value, types.ModuleType):
+            copied.__dict__[name] = _checked_module(value, names, known, made)
+        else:
+            copied.__dict__[name] = _checked_value(value, names, known)
+    return copied
+
+
+def _has_compiled(module: types.ModuleType, names: set[str], seen: set[int]) -> bool:
+    """Return whether attributes called by ``names`` lead from ``module``, past no module in ``seen``, to a
+    compiled function."""
+    if id(module) in seen:
+        return False
+    seen.add(id(module))
+    return any(
+        _has_compiled(value, names, seen)
+        if isinstance(value, types.ModuleType)
+        else isinstance(value, Dispatcher | tuple)
+        for _, value in _named(module, names)
+    )
+
+
+def _named(module: types.ModuleType, names: set[str]) -> list[tuple[str, Any]]:
+    """Return the attributes of ``module`` that have one of ``names``."""
+    return [(name, vars(module)[name]) for name in sorted(names & vars(module).keys())]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -296,6 +296,67 @@ class KeyedFeatures:
     ) -> tuple[Batch, Bags, int, int, int]: ...
     def lookup_rows(self, bags: KeyedBags, ids: Integers) -> tuple[Batch, int, int, int]: ...
 
+class PooledLookup:
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def bags(self) -> Bags: ...
+    @property
+    def rows(self) -> ResidentRows | None: ...
+
+class RowLookup:
+    @property
+    def batch(self) -> Batch: ...
+    @property
+    def bags(self) -> KeyedBags: ...
+    @property
+    def rows(self) -> ResidentRows | None: ...
+
+class ResidentForward:
+    def __init__(self, lookups: ResidentLookups, rows: HostRows, dim: int) -> None: ...
+    def pool_equal(
+        self,
+        features: KeyedFeatures,
+        ids: Integers,
+        places: tuple[Int64Array, Int64Array],
+        out: int,
+        count: int,
+        length: int,
+    ) -> tuple[PooledLookup, bool, bool] | None: ...
+    def pool_offsets(
+        self,
+        features: KeyedFeatures,
+        ids: Integers,
+        places: tuple[Int64Array, Int64Array],
+        out: int,
+        offsets: Integers,
+        has_end: bool,
+    ) -> tuple[PooledLookup, bool, bool] | None: ...
+    def pool_lengths(
+        self,
+        features: KeyedFeatures,
+        ids: Integers,
+        places: tuple[Int64Array, Int64Array],
+        out: int,
+        lengths: Integers,
+        keys: int,
+        stride: int,
+        offsets: Integers | None,
+    ) -> tuple[PooledLookup, bool, bool] | None: ...
+    def copy_each(
+        self, features: KeyedFeatures, ids: Integers, out: int
+    ) -> tuple[RowLookup, bool, bool] | None: ...
+    def copy_lengths(
+        self,
+        features: KeyedFeatures,
+        ids: Integers,
+        out: int,
+        lengths: Integers,
+        keys: int,
+        stride: int,
+        offsets: Integers | None,
+    ) -> tuple[RowLookup, bool, bool] | None: ...
+
 # -- memory tiers ----------------------------------------------------------------------------
 
 class PolicyFault(RuntimeError): ...
@@ -417,7 +478,13 @@ class ResidentLookups:
     def due(self) -> bool: ...
     def take(
         self,
-    ) -> tuple[list[ResidentRows], tuple[list[int], list[int]], tuple[int, int], int, float]: ...
+    ) -> tuple[
+        list[ResidentRows],
+        tuple[list[int], list[int]],
+        tuple[int, int],
+        int,
+        tuple[float, float, float],
+    ]: ...
 
 class HeldRows:
     BYTES_PER_ROW: ClassVar[float]

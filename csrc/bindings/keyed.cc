@@ -1,5 +1,7 @@
 // Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one
 // row layout of them, in one call.
+#include "bindings/keyed.h"
+
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -7,7 +9,6 @@
 #include <vector>
 
 #include "bindings/arrays.h"
-#include "bindings/host_rows.h"
 #include "bindings/registry.h"
 #include "bindings/shared_offsets.h"
 #include "cache/batch.h"
@@ -19,22 +20,6 @@ namespace {
 
 // To get the interpreter's lock back from a busy thread takes longer than to read some lengths.
 constexpr std::int64_t kUnlockFrom = 1 << 16;
-
-// Address, count, and whether they are int32; else they are int64.
-using IntegerArgs = std::tuple<Address, std::int64_t, bool>;
-
-struct Integers {
-  explicit Integers(const IntegerArgs& args)
-      : address(std::get<0>(args)), count(std::get<1>(args)), is_int32(std::get<2>(args)) {}
-
-  const void* From(std::int64_t begin) const {
-    return reinterpret_cast<const void*>(address + static_cast<Address>(begin) * (is_int32 ? 4 : 8));
-  }
-
-  Address address;
-  std::int64_t count;
-  bool is_int32;
-};
 
 // Writes where each bag begins, and the end of the last one. False if a length is negative, or if the lengths
 // do not add up to `total`.
@@ -77,26 +62,18 @@ bool AreOnes(const Integers& lengths) {
   return are_ones();
 }
 
-// Bag b holds ids offsets[b] .. offsets[b + 1]; key k has bags bag_begin[k] .. bag_begin[k + 1].
-struct KeyedBags {
-  Array<std::int64_t> offsets, bag_begin;
+}  // namespace
 
-  std::int64_t num_bags() const { return offsets.size() - 1; }
-  std::int64_t num_keys() const { return bag_begin.size() - 1; }
-  std::int64_t num_ids() const { return offsets.data()[offsets.size() - 1]; }
-  std::int64_t IdBegin(std::int64_t key) const { return offsets.data()[bag_begin.data()[key]]; }
-
-  std::vector<std::int64_t> Counts(const Array<std::int64_t>& keys) const {
-    std::vector<std::int64_t> counts;
-    counts.reserve(static_cast<std::size_t>(keys.size()));
-    for (py::ssize_t at = 0; at < keys.size(); ++at) {
-      const std::int64_t key = keys.data()[at];
-      Require(key >= 0 && key < num_keys(), "there are not so many keys");
-      counts.push_back(IdBegin(key + 1) - IdBegin(key));
-    }
-    return counts;
+std::vector<std::int64_t> KeyedBags::Counts(const Array<std::int64_t>& keys) const {
+  std::vector<std::int64_t> counts;
+  counts.reserve(static_cast<std::size_t>(keys.size()));
+  for (py::ssize_t at = 0; at < keys.size(); ++at) {
+    const std::int64_t key = keys.data()[at];
+    Require(key >= 0 && key < num_keys(), "there are not so many keys");
+    counts.push_back(IdBegin(key + 1) - IdBegin(key));
   }
-};
+  return counts;
+}
 
 KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::int64_t>& bags_per_key,
                         std::int64_t num_ids, const std::optional<IntegerArgs>& offset_args) {
@@ -125,7 +102,6 @@ KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::i
   return bags;
 }
 
-// The bags of one key, of `length` ids each.
 KeyedBags EqualBags(std::int64_t count, std::int64_t length) {
   Require(count >= 0 && length >= 0, "there are no negative numbers of bags or ids");
   const bool one_each = length == 1 && count < kMostShared;
@@ -140,6 +116,8 @@ KeyedBags EqualBags(std::int64_t count, std::int64_t length) {
   return bags;
 }
 
+namespace {
+
 template <typename T>
 bool CopyOffsets(const T* offsets, std::int64_t count, std::int64_t num_ids, std::int64_t* to) {
   bool fits = true;
@@ -152,7 +130,8 @@ bool CopyOffsets(const T* offsets, std::int64_t count, std::int64_t num_ids, std
   return fits && (count == 0 || to[0] == 0);
 }
 
-// The bags of one key. `has_end`: whether the last offset is the end of the last bag.
+}  // namespace
+
 KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool has_end) {
   const Integers offsets(args);
   KeyedBags bags{Fresh<std::int64_t>(offsets.count + (has_end ? 0 : 1)), Array<std::int64_t>(2)};
@@ -170,59 +149,39 @@ KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool ha
   return bags;
 }
 
-// Features of one row layout: feature f has the bags of key keys[f], and its ids are rows of tables[f].
-struct KeyedFeatures {
-  Array<std::int64_t> keys, tables, bounds;
-  Array<std::uint8_t> modes;
-  std::int64_t padding;  // the id that is left out of bags, or -1
-  bool in_order = true;  // feature f has key f
-
-  KeyedFeatures(const Array<std::int64_t>& keys, const Array<std::int64_t>& tables,
-                const Array<std::int64_t>& bounds, const Array<std::uint8_t>& modes, std::int64_t padding)
-      : keys(keys), tables(tables), bounds(bounds), modes(modes), padding(padding) {
-    Require(tables.size() == keys.size() && bounds.size() == keys.size() && modes.size() == keys.size(),
-            "keys, tables, bounds and modes differ in length");
-    for (py::ssize_t f = 0; f < keys.size(); ++f) in_order &= keys.data()[f] == f;
+std::vector<IdSegment> KeyedFeatures::Segments(const KeyedBags& bags, const Integers& ids) const {
+  std::vector<IdSegment> segments;
+  for (py::ssize_t f = 0; f < keys.size(); ++f) {
+    const std::int64_t begin = bags.IdBegin(keys.data()[f]), end = bags.IdBegin(keys.data()[f] + 1);
+    segments.push_back({ids.From(begin), end - begin, ids.is_int32,
+                        static_cast<std::uint32_t>(tables.data()[f]), bounds.data()[f], padding});
   }
+  return segments;
+}
 
-  void Check(const KeyedBags& bags) const {
-    for (py::ssize_t f = 0; f < keys.size(); ++f)
-      Require(keys.data()[f] >= 0 && keys.data()[f] < bags.num_keys(), "there are not so many keys");
+KeyedBags KeyedFeatures::Own(const KeyedBags& bags) const {
+  if (in_order && bags.num_keys() == keys.size()) return bags;
+  Array<std::int64_t> begin(keys.size() + 1);
+  begin.mutable_data()[0] = 0;
+  for (py::ssize_t f = 0; f < keys.size(); ++f) {
+    const std::int64_t* const first = bags.bag_begin.data() + keys.data()[f];
+    begin.mutable_data()[f + 1] = begin.data()[f] + first[1] - first[0];
   }
+  const std::int64_t num_bags = begin.data()[keys.size()];
+  if (num_bags < kMostShared && AreShared(bags.offsets)) return {SharedOffsets(num_bags + 1), begin};
+  Array<std::int64_t> offsets = Fresh<std::int64_t>(num_bags + 1);
+  std::int64_t* to = offsets.mutable_data();
+  std::int64_t at = *to = 0;
+  for (py::ssize_t f = 0; f < keys.size(); ++f) {
+    const std::int64_t* const first = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f]];
+    const std::int64_t* const last = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f] + 1];
+    for (const std::int64_t* offset = first; offset < last; ++offset) *++to = at + offset[1] - *first;
+    at += *last - *first;
+  }
+  return {offsets, begin};
+}
 
-  std::vector<IdSegment> Segments(const KeyedBags& bags, const Integers& ids) const {
-    std::vector<IdSegment> segments;
-    for (py::ssize_t f = 0; f < keys.size(); ++f) {
-      const std::int64_t begin = bags.IdBegin(keys.data()[f]), end = bags.IdBegin(keys.data()[f] + 1);
-      segments.push_back({ids.From(begin), end - begin, ids.is_int32,
-                          static_cast<std::uint32_t>(tables.data()[f]), bounds.data()[f], padding});
-    }
-    return segments;
-  }
-
-  // Where the bags of these features are among the ids of these features.
-  KeyedBags Own(const KeyedBags& bags) const {
-    if (in_order && bags.num_keys() == keys.size()) return bags;
-    Array<std::int64_t> begin(keys.size() + 1);
-    begin.mutable_data()[0] = 0;
-    for (py::ssize_t f = 0; f < keys.size(); ++f) {
-      const std::int64_t* const first = bags.bag_begin.data() + keys.data()[f];
-      begin.mutable_data()[f + 1] = begin.data()[f] + first[1] - first[0];
-    }
-    const std::int64_t num_bags = begin.data()[keys.size()];
-    if (num_bags < kMostShared && AreShared(bags.offsets)) return {SharedOffsets(num_bags + 1), begin};
-    Array<std::int64_t> offsets = Fresh<std::int64_t>(num_bags + 1);
-    std::int64_t* to = offsets.mutable_data();
-    std::int64_t at = *to = 0;
-    for (py::ssize_t f = 0; f < keys.size(); ++f) {
-      const std::int64_t* const first = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f]];
-      const std::int64_t* const last = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f] + 1];
-      for (const std::int64_t* offset = first; offset < last; ++offset) *++to = at + offset[1] - *first;
-      at += *last - *first;
-    }
-    return {offsets, begin};
-  }
-};
+namespace {
 
 std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& id_args,
                                  BadId* bad) {

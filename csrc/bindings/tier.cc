@@ -225,7 +225,8 @@ py::tuple TakeCounted(ResidentLookups& lookups) {
   ResidentLookups::Counted counted = lookups.Take();
   return py::make_tuple(std::move(counted.lookups),
                         py::make_tuple(std::move(counted.table_rows), std::move(counted.table_hits)),
-                        py::make_tuple(counted.positions, counted.hits), counted.read_rows, counted.seconds);
+                        py::make_tuple(counted.positions, counted.hits), counted.read_rows,
+                        py::make_tuple(counted.seconds, counted.announce_seconds, counted.compute_seconds));
 }
 
 // Rows in host memory that begin with initial values.
@@ -306,10 +307,12 @@ void BindResidentLookups(py::module_& m) {
            "The rows of a batch that is read outside of training, without positions; None as find(), but "
            "rows may be missing if may_miss.")
       .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
-      .def("take", &TakeCounted,
-           "Of the lookups since the last call: them, the unique rows of each table and how many were here, "
-           "the positions and how many of them use rows that were here, the unique rows of read(), and the "
-           "seconds that find() and add() took.");
+      .def(
+          "take", &TakeCounted,
+          "Of the lookups since the last call: them, the unique rows of each table and how many were here, "
+          "the positions and how many of them use rows that were here, the unique rows of read(), and the "
+          "seconds that find() and add() took, those of removing repeated ids, and those of kernels in calls "
+          "of ResidentForward.");
 }
 
 }  // namespace

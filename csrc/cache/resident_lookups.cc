@@ -144,6 +144,12 @@ void ResidentLookups::Count(std::shared_ptr<ResidentRows> rows, const PageVector
   counted_.lookups.push_back(std::move(rows));
 }
 
+void ResidentLookups::AddSeconds(double announce, double compute) {
+  const std::lock_guard lock(counting_);
+  counted_.announce_seconds += announce;
+  counted_.compute_seconds += compute;
+}
+
 bool ResidentLookups::due() const {
   const std::lock_guard lock(counting_);
   return counted_.lookups.size() >= kMostLookups || counted_.positions >= kMostPositions;

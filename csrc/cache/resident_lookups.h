@@ -44,6 +44,7 @@ class ResidentLookups {
     std::int64_t positions = 0, hits = 0;              // and how many of them use rows that were here
     std::int64_t read_rows = 0;                        // unique rows of Read, which are in no other count
     double seconds = 0;                                // that Find and Add took
+    double announce_seconds = 0, compute_seconds = 0;  // of AddSeconds
   };
 
   // The tier must have no share with a policy, and outlive the object. `tables`: how many there are.
@@ -65,6 +66,8 @@ class ResidentLookups {
   // The slots of rows that are read outside of training; null as Find, but rows may be missing if
   // `may_miss`. No positions are returned.
   std::shared_ptr<ResidentRows> Read(std::shared_ptr<Batch> batch, bool may_miss);
+  // Counts what a lookup took beside Find: to remove repeated ids, and in kernels.
+  void AddSeconds(double announce, double compute);
   // Whether so much waits to be counted that Take should be called.
   bool due() const;
   Counted Take();
@@ -75,7 +78,10 @@ class ResidentLookups {
   bool AddSlots(const Batch& batch, const NewRows& rows, LanePlan* plan);
   void Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added, double seconds);
   Counted NothingCounted() const {
-    return {{}, std::vector<std::int64_t>(tables_, 0), std::vector<std::int64_t>(tables_, 0)};
+    Counted nothing;
+    nothing.table_rows.assign(tables_, 0);
+    nothing.table_hits.assign(tables_, 0);
+    return nothing;
   }
 
   TierLane& tier_;

@@ -1,6 +1,7 @@
 #include "cache/slot_marks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
@@ -10,16 +11,22 @@
 namespace tierstore {
 namespace {
 
-constexpr std::int64_t kPiece = std::int64_t{1} << 14;
+// Slots that one thread marks at a time: 16 threads have three pieces each of 400,000 slots.
+constexpr std::int64_t kPiece = std::int64_t{1} << 13;
+// Slots that are looked at, without their marks, at a time.
+constexpr std::int64_t kCheckedPiece = std::int64_t{1} << 16;
+// Marks are read in no order, each from another line of the cache.
+constexpr std::int64_t kAhead = 24;
 
 void Join(SlotMarks::Newest* newest, std::int64_t mark) {
   std::int64_t& of = (*newest)[static_cast<std::size_t>(mark) & (std::tuple_size_v<SlotMarks::Newest> - 1)];
-  of = std::max(of, mark);
+  if (mark > of) of = mark;  // rare, so a branch takes less time than to write each time
 }
 
 // Returns the newest of the marks that of(begin, end) gives for all pieces of [begin, end).
 template <typename Of>
 SlotMarks::Newest Joined(std::int64_t begin, std::int64_t end, const Of& of) {
+  if (end - begin <= kPiece) return of(begin, end);
   SlotMarks::Newest newest{};
   std::mutex mutex;
   ParallelFor(begin, end, kPiece, [&](std::int64_t first, std::int64_t last) {
@@ -28,6 +35,18 @@ SlotMarks::Newest Joined(std::int64_t begin, std::int64_t end, const Of& of) {
     for (const std::int64_t mark : own) Join(&newest, mark);
   });
   return newest;
+}
+
+bool AreBelow(const std::int32_t* slots, std::int64_t n, std::int64_t size) {
+  const auto bound = static_cast<std::uint32_t>(std::min(size, std::int64_t{1} << 31));
+  std::atomic<bool> found{false};
+  ParallelFor(0, n, kCheckedPiece, [&](std::int64_t begin, std::int64_t end) {
+    std::uint32_t is_beyond = 0;  // a negative slot is beyond 2^31
+    for (std::int64_t i = begin; i < end; ++i)
+      is_beyond |= static_cast<std::uint32_t>(static_cast<std::uint32_t>(slots[i]) >= bound);
+    if (is_beyond != 0) found.store(true, std::memory_order_relaxed);
+  });
+  return !found.load(std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -40,19 +59,21 @@ void SlotMarks::Grow(std::int64_t slots) {
 }
 
 SlotMarks::Newest SlotMarks::Touch(const std::int32_t* slots, std::int64_t n, std::int64_t mark) {
-  std::int64_t least = 0, most = -1;
-  for (std::int64_t i = 0; i < n; ++i) {
-    least = std::min<std::int64_t>(least, slots[i]);
-    most = std::max<std::int64_t>(most, slots[i]);
-  }
-  if (least < 0 || most >= size_) throw std::invalid_argument("a slot has no memory");
+  if (!AreBelow(slots, n, size_)) throw std::invalid_argument("a slot has no memory");
   std::int64_t* const marks = marks_.data();
   return Joined(0, n, [&](std::int64_t begin, std::int64_t end) {
     Newest own{};
-    for (std::int64_t i = begin; i < end; ++i) {
-      Join(&own, marks[slots[i]]);
-      if (mark != 0) marks[slots[i]] = mark;
+    const auto look = [&](std::int64_t i) {
+      std::int64_t& at = marks[slots[i]];
+      Join(&own, at);
+      if (mark != 0) at = mark;
+    };
+    std::int64_t i = begin;
+    for (; i < end - kAhead; ++i) {
+      __builtin_prefetch(&marks[slots[i + kAhead]], 1);
+      look(i);
     }
+    for (; i < end; ++i) look(i);
     return own;
   });
 }

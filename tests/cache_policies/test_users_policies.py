@@ -7,14 +7,16 @@ import json
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from numba import njit
 
 import cache_policies
 from bench import hit_rate
-from cache_policies import PolicyError
+from cache_policies import PolicyError, lists
 from cache_policies.fifo import Fifo
 from cache_policies.lists import push_newest, unlink
 from tierstore import TierConfig
@@ -142,6 +144,9 @@ def _helps(array, at):
     array[at + array.size] = 7
 
 
+helpers = (_helps,)
+
+
 class HelperWritesBeyond(Fifo):
     name = "helper_writes_beyond"
 
@@ -150,6 +155,55 @@ class HelperWritesBeyond(Fifo):
         for slot in slots:
             push_newest(s.prev, s.next, s.next.size - 1, slot)
             _helps(s.next, slot)
+
+
+inner = types.ModuleType("inner")
+inner.inner, inner.helps = inner, _helps  # type: ignore[attr-defined]
+outer = types.ModuleType("outer")
+outer.inner, outer.np = inner, np  # type: ignore[attr-defined]
+
+
+class ModuleWritesBeyond(Fifo):
+    name = "module_writes_beyond"
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for slot in slots:
+            lists.push_newest(s.prev, s.next, s.next.size - 1, slot)
+        lists.push_newest(s.prev, s.next, s.next.size, np.int64(0))
+
+
+class ModuleInModuleWritesBeyond(Fifo):
+    name = "module_in_module_writes_beyond"
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for slot in slots:
+            lists.push_newest(s.prev, s.next, s.next.size - 1, slot)
+            outer.inner.inner.helps(s.next, outer.np.int64(slot))
+
+
+class TupleWritesBeyond(Fifo):
+    name = "tuple_writes_beyond"
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for slot in slots:
+            lists.push_newest(s.prev, s.next, s.next.size - 1, slot)
+            helpers[0](s.next, slot)
+
+
+def _closed_over(module):
+    class ClosureWritesBeyond(Fifo):
+        name = "closure_writes_beyond"
+
+        @staticmethod
+        def insert(s, slots, keys, next_use, now):
+            for slot in slots:
+                push_newest(s.prev, s.next, s.next.size - 1, slot)
+                module.helps(s.next, slot)
+
+    return ClosureWritesBeyond
 
 
 class ReadsBeforeTheStart(Fifo):
@@ -245,6 +299,10 @@ class AdmitsHalf(Fifo):
 FAULTS = {
     WritesBeyond: "hook touch reads or writes outside of an array; elements: s.prev has 2",
     HelperWritesBeyond: "hook insert reads or writes outside of an array",
+    ModuleWritesBeyond: "hook insert reads or writes outside of an array",
+    ModuleInModuleWritesBeyond: "hook insert reads or writes outside of an array",
+    TupleWritesBeyond: r"'tuple_writes_beyond': functions in a tuple cannot be checked \(_helps\): call each",
+    _closed_over(inner): "hook insert reads or writes outside of an array",
     ReadsBeforeTheStart: "hook touch reads or writes outside of an array",
     WritesTooManyVictims: "hook evict reads or writes outside of an array",
     ReturnsTooMany: r"hook evict returned \d+, but \d+ victims were asked for",

@@ -64,7 +64,7 @@ class TierGroup:
         self.resident: ResidentLookups | None = None
         if not self.fast.plan.evicts:
             initial = None if self.stack.lower else layout.initial
-            self.resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
+            self.resident = ResidentLookups(self.fast, initial, stats, self.curves, lock, layout.dim)
             stats.count_rest = self.resident.count
         self.size: ReadAheadSize | None = None
         """Chooses the bytes of reading ahead, if they are automatic."""

@@ -24,7 +24,7 @@ from tierstore.cache.uninterrupted import soon
 class ResidentLookups:
     """Finds the rows of lookups in ``tier``, which evicts none. ``stats`` and ``curves`` learn of them
     later, all at once. ``initial``: the first values of missing rows; None where a lower tier may have them.
-    ``lock``: the residency lock."""
+    ``lock``: the residency lock; ``dim``: the weights of a row."""
 
     def __init__(
         self,
@@ -33,10 +33,16 @@ class ResidentLookups:
         stats: GroupStats,
         curves: LiveCurves,
         lock: threading.RLock,
+        dim: int,
     ) -> None:
         assert not tier.plan.evicts
         self._native = _core.ResidentLookups(tier.native, tier.tables)
         self._rows = tier.rows
+        self.forward: _core.ResidentForward | None = None
+        """Makes lookups of rows in this machine's memory in one call each. Whoever is told so by a
+        call calls :meth:`count_soon`."""
+        if isinstance(tier.rows, _core.HostRows):
+            self.forward = _core.ResidentForward(self._native, tier.rows, dim)
         # Rows of another device than this machine's memory are added by plans.
         self._initial = initial if isinstance(tier.rows, _core.HostRows) else None
         self._stats = stats
@@ -51,10 +57,15 @@ class ResidentLookups:
         if found is None and self._initial is not None:
             assert isinstance(self._rows, _core.HostRows)
             found = self._native.add(batch, self._rows, self._initial, self._lock)
-        if found is not None and self._native.due and not self._is_asked:
+        if found is not None and self._native.due:
+            self.count_soon()
+        return found
+
+    def count_soon(self) -> None:
+        """Let another thread count the lookups so far."""
+        if not self._is_asked:
             self._is_asked = True
             soon(self.count)
-        return found
 
     def read(self, batch: _core.Batch) -> _core.ResidentRows | None:
         """Return where the rows of ``batch`` are, to read them outside of training.
@@ -85,10 +96,12 @@ class ResidentLookups:
         """Count the lookups so far."""
         self._is_asked = False
         with self._lock:
-            lookups, table_rows, accesses, read_rows, seconds = self._native.take()
+            lookups, table_rows, accesses, read_rows, (plan, announce, compute) = self._native.take()
             for rows in lookups:
                 self._curves.observe(rows.batch.unique, np.diff(rows.csr_start))
             if lookups:
                 self._stats.count_resident(len(lookups), np.array(table_rows, np.int64), accesses)
-                self._stats.counters.plan_seconds += seconds
+                self._stats.counters.plan_seconds += plan
+            self._stats.counters.announce_seconds += announce
+            self._stats.counters.compute_seconds += compute
             self._stats.counters.read_rows += read_rows

@@ -167,6 +167,11 @@ class TieredModule(TrainedTables, nn.Module):
         return super().requires_grad_(requires_grad)
 
     @property
+    def makes_ahead(self) -> bool:
+        """Whether there are lookups made ahead of their forward calls."""
+        return bool(self._ahead)
+
+    @property
     def trains(self) -> bool:
         """Whether a forward call now would be followed by an update."""
         return self.training and torch.is_grad_enabled() and not self.frozen

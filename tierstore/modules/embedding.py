@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.types import Device
@@ -14,11 +15,13 @@ from tierstore.cache.layout import IdSegment
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
+from tierstore.modules.at_once import forward_of, rows_at_once
 from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, checked_ids
-from tierstore.modules.parts import SequencePart
+from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
+from tierstore.modules.parts import MODES, SequencePart
 from tierstore.modules.tables import (
     TORCH_DTYPES,
     HasWeight,
@@ -33,6 +36,8 @@ from tierstore.modules.tables import (
 from tierstore.modules.traced import traced_rows
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
+
+_ONLY_KEY = np.zeros(1, np.int64)
 
 
 class SingleTable(HasWeight, TieredModule):
@@ -177,6 +182,8 @@ class TieredEmbedding(SingleTable):
         table = Table(name, num_embeddings, embedding_dim, rule, dtype=kind)
         opening = Opening(config, None if _freeze else optimizer, seed, _shared, device)
         super().__init__(table, padding_idx, _weight, opening)
+        feature = KeyedFeature(table.name, 0, self.table_numbers[0], num_embeddings, MODES["sum"])
+        self._features = KeyedFeatures([feature], self._padding)
 
     @classmethod
     def from_pretrained(
@@ -219,9 +226,22 @@ class TieredEmbedding(SingleTable):
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``, int64 or int32 of any shape (*), as (*, embedding_dim) of the table's
         dtype."""
-        lookup = self.find_lookup(input)
-        (rows,) = self.rows_one_by_one(lookup)
+        rows = self._rows_at_once(input)
+        if rows is None:
+            (rows,) = self.rows_one_by_one(self.find_lookup(input))
         return self._shaped(rows, input)
+
+    def _rows_at_once(self, input: Tensor) -> Tensor | None:
+        """Return the rows of the ids if one native call can find and copy them; None also for wrong ids."""
+        group = self.engine.group_of(self.table_numbers[0])
+        if (forward := forward_of(self, group)) is None:
+            return None
+        ids = self.ids_of(input)
+        native, given = self._features.native, described(ids)
+        made = rows_at_once(
+            self, group, ids.numel(), lambda out: forward.copy_each(native, given, out), _ONLY_KEY
+        )
+        return None if made is None else made[1]
 
     def _shaped(self, rows: Tensor, input: Tensor) -> Tensor:
         if input.dim() != 1:

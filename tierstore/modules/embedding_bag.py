@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
+from tierstore.modules.at_once import forward_of, pooled_at_once
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import FeatureLookup
@@ -190,8 +191,35 @@ class TieredEmbeddingBag(SingleTable):
         """
         if per_sample_weights is not None:
             per_sample_weights = self._checked_weights(per_sample_weights, input)
-        pooled = self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights)
+        pooled = None if per_sample_weights is not None else self._pooled_at_once(input, offsets)
+        if pooled is None:
+            pooled = self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights)
         return pooled if self._output_dtype is torch.float32 else pooled.to(self._output_dtype)
+
+    def _pooled_at_once(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Return the pooled bags if one native call can find and pool the rows; None also for ids or offsets
+        that are wrong."""
+        group, own = self.engine.group_of(self.table_numbers[0]), self._features
+        forward = None if own.takes_max else forward_of(self, group)
+        if forward is None:
+            return None
+        ids = self.ids_of(input)
+        given: tuple[Any, ...] = own.native, described(ids), self._output
+        if offsets is None:
+            if ids.dim() != 2:
+                return None
+            bags = ids.size(0)
+            call: Callable[..., Any] = forward.pool_equal
+            rest: tuple[Any, ...] = (bags, ids.size(1))
+        else:
+            offsets = self.on_host(self._offsets_name, offsets)
+            bags, call = offsets.numel() - int(self.include_last_offset), forward.pool_offsets
+            rest = (described(offsets), self.include_last_offset)
+            if ids.dim() != 1 or offsets.dim() != 1 or bags < 0:
+                return None
+        shape = bags, self.embedding_dim
+        part = [0], [(0, ids.numel())]
+        return pooled_at_once(self, group, shape, lambda out: call(*given, out, *rest), part)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

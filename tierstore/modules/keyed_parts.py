@@ -18,7 +18,7 @@ from tierstore.cache.layout import out_of_range
 from tierstore.errors import InputError
 from tierstore.modules.features import Features
 from tierstore.modules.inputs import NO_PADDING, joined_spans
-from tierstore.modules.parts import PooledPart, SequencePart
+from tierstore.modules.parts import MODES, PooledPart, SequencePart
 from tierstore.sparse import KeyedJaggedTensor
 
 _DTYPES = torch.int64, torch.int32
@@ -43,7 +43,8 @@ class KeyedFeatures:
 
     def __init__(self, features: Sequence[KeyedFeature], padding: int = NO_PADDING) -> None:
         self._features = features
-        self._native = _core.KeyedFeatures(
+        self.takes_max = any(feature.mode == MODES["max"] for feature in features)
+        self.native = _core.KeyedFeatures(
             keys=np.array([feature.key for feature in features], np.int64),
             tables=np.array([feature.table for feature in features], np.int64),
             bounds=np.array([feature.bound for feature in features], np.int64),
@@ -56,7 +57,7 @@ class KeyedFeatures:
         id."""
         group.check_open()
         begin = time.perf_counter()
-        batch, own, *bad = self._native.lookup(bags, described(ids), *output)
+        batch, own, *bad = self.native.lookup(bags, described(ids), *output)
         group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad[0] >= 0:
             raise self._wrong_id(*bad)
@@ -66,7 +67,7 @@ class KeyedFeatures:
         """Deduplicate the ids of features whose rows are returned one by one, as :meth:`part` does."""
         group.check_open()
         begin = time.perf_counter()
-        batch, *bad = self._native.lookup_rows(bags, described(ids))
+        batch, *bad = self.native.lookup_rows(bags, described(ids))
         group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad[0] >= 0:
             raise self._wrong_id(*bad)
@@ -111,6 +112,8 @@ class KeyedParts:
         self.key_of = features.keys_of(keyed)
         """The number of every feature's key."""
         self.keys = np.array(self.key_of, np.int64)
+        self.cover_keys = sorted(self.key_of) == list(range(len(self._keys)))
+        """Whether the features have all keys, each once."""
         groups = [engine.group_of(table) for table in tables]
         numbers = range(len(groups))
         distinct = list({id(group): group for group in groups}.values())
@@ -124,6 +127,11 @@ class KeyedParts:
             _Part(group, members, KeyedFeatures([every[number] for number in members]))
             for group, members in zip(distinct, self.members, strict=True)
         ]
+
+    @property
+    def only(self) -> _Part | None:
+        """The part, if there is one alone."""
+        return self._parts[0] if len(self._parts) == 1 else None
 
     def fit(self, keyed: KeyedJaggedTensor, engine: Engine) -> bool:
         """Return whether these are the parts of this batch, too. Going to a commit makes other tier
@@ -150,9 +158,9 @@ class KeyedParts:
 def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
     """Return the bags of all keys. Raises InputError if lengths, offsets and values do not fit one
     another."""
-    lengths, offsets, first = _as_integers(keyed.lengths()), keyed.offsets_or_none(), None
+    lengths, offsets, first = as_integers(keyed.lengths()), keyed.offsets_or_none(), None
     if offsets is not None:
-        offsets = _as_integers(offsets)
+        offsets = as_integers(offsets)
         first = described(offsets)
     try:
         return _core.KeyedBags(described(lengths), keyed.stride_per_key(), keyed.values().numel(), first)
@@ -166,6 +174,6 @@ def described(tensor: Tensor) -> tuple[int, int, bool]:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype is torch.int32
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """Return integers of any dtype in contiguous memory, as int32 or int64."""
     return (tensor if tensor.dtype in _DTYPES else tensor.to(torch.int64)).contiguous()

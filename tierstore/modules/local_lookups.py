@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tierstore.modules.at_once import forward_of, pooled_at_once, rows_at_once
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.jagged_rows import rows_by_feature
-from tierstore.modules.keyed_parts import KeyedParts, bags_of
+from tierstore.modules.keyed_parts import KeyedParts, as_integers, bags_of, described
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor
+
+_AtOnce: TypeAlias = tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], object]
+"""A part, what makes its lookup, features and ids and bags as that takes them, and what has their memory."""
 
 
 class _Local:
@@ -31,6 +36,23 @@ class _Local:
         if parts is None or not parts.fit(keyed, self._engine):
             parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)
         return parts
+
+    def _forward(self, module: TieredModule, keyed: KeyedJaggedTensor) -> _AtOnce | None:
+        """Return the only part of a batch, and what makes its lookup in one native call. None where a lookup
+        takes more, and for the first batch with other keys."""
+        parts = self._parts
+        if parts is None or not parts.fit(keyed, self._engine) or (part := parts.only) is None:
+            return None
+        if not keyed.values().is_cpu or keyed.variable_stride_per_key():
+            return None
+        if (forward := forward_of(module, part.group)) is None:
+            return None
+        ids, lengths = self._features.values_of(keyed), as_integers(keyed.lengths())
+        offsets = keyed.offsets_or_none()
+        offsets = None if offsets is None else as_integers(offsets)
+        first = None if offsets is None else described(offsets)
+        bags = described(lengths), len(keyed.keys()), keyed.stride(), first
+        return part, forward, (part.features.native, described(ids)), bags, (ids, lengths, offsets)
 
 
 class LocalPooling(_Local):
@@ -60,6 +82,8 @@ class LocalPooling(_Local):
         keyed, own = as_keyed_jagged_tensor(features), self._features
         if self._engine.on_meta and keyed.values().is_meta:
             return _described(own, keyed)
+        if (pooled := self._pooled_at_once(module, keyed)) is not None:
+            return pooled
         weights = own.weights_of(keyed) if own.is_weighted else None
         expand = own.inverse_rows(keyed) if own.expands(keyed) else None
         lookup = module.find_lookup(keyed)
@@ -68,6 +92,25 @@ class LocalPooling(_Local):
             return values
         assert isinstance(lookup, FeatureLookup)
         return own.expanded(values, lookup.counts, expand)
+
+    def _pooled_at_once(self, module: TieredModule, keyed: KeyedJaggedTensor) -> Tensor | None:
+        """Return the pooled rows of a batch if one native call can find and pool them; None also for a batch
+        with a fault, and for the first one with other keys."""
+        own = self._features
+        if own.is_weighted or own.expands(keyed) or (one := self._forward(module, keyed)) is None:
+            return None
+        part, forward, given, bags, _kept = one
+        if part.features.takes_max:
+            return None
+        shape = keyed.stride(), own.width
+        places = part.output(own.places([shape[0]], False)[0])
+        return pooled_at_once(
+            module,
+            part.group,
+            shape,
+            lambda out: forward.pool_lengths(*given, places, out, *bags),
+            (part.members, []),
+        )
 
 
 def _described(features: PooledFeatures, keyed: KeyedJaggedTensor) -> Tensor:
@@ -99,7 +142,29 @@ class LocalRows(_Local):
             pairs = zip(own.keys_of(keyed), own.dims, strict=True)
             described = [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
             return lambda: described
+        if (at_once := self._rows_at_once(module, keyed)) is not None:
+            return at_once
         lookup = module.find_lookup(keyed)
         assert isinstance(lookup, FeatureLookup)
         outputs = module.rows_one_by_one(lookup)
         return lambda: rows_by_feature(lookup, outputs)
+
+    def _rows_at_once(
+        self, module: TieredModule, keyed: KeyedJaggedTensor
+    ) -> Callable[[], Sequence[Tensor]] | None:
+        """Return what returns the rows if one native call can find and copy them; None also for a batch with
+        a fault, and for the first one with other keys."""
+        if (one := self._forward(module, keyed)) is None:
+            return None
+        part, forward, given, bags, _kept = one
+        parts = self._parts
+        if parts is None or not parts.cover_keys:
+            return None
+        count = keyed.values().numel()
+        made = rows_at_once(
+            module, part.group, count, lambda out: forward.copy_lengths(*given, out, *bags), parts.keys
+        )
+        if made is None:
+            return None
+        lookup, rows = made
+        return lambda: rows_by_feature(lookup.whole(), [rows])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,19 @@ from tierstore.modules.row_updates import Gradients, Rest, Updates, update_rows
 
 PooledCtx: TypeAlias = "PooledContext[Updates | None, Lookup]"
 SequenceCtx: TypeAlias = "Context[Updates, Lookup]"
+AtOnceCtx: TypeAlias = "Context[Updates, LookupAtOnce]"
+
+
+class LookupAtOnce(Protocol):
+    """A lookup of one part whose output is made."""
+
+    def take_out(self) -> Tensor:
+        """Return the output, once."""
+        ...
+
+    def whole(self) -> Lookup:
+        """Return the lookup with all that an update needs."""
+        ...
 
 
 @dataclass
@@ -149,6 +162,24 @@ class PooledFunction(LookupFunction):
         return (None, None, None, *(derived_once(grad, [grads[0], *weights]) for grad in found))
 
 
+class PooledAtOnceFunction(LookupFunction):
+    """``apply(anchor, module, lookup)`` → output of a lookup that has pooled its rows, without weights."""
+
+    @staticmethod
+    def forward(ctx: AtOnceCtx, anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
+        ctx.module, ctx.lookup = module, lookup
+        return lookup.take_out()
+
+    @staticmethod
+    def backward(ctx: AtOnceCtx, *grads: Tensor) -> tuple[None, None, None]:
+        _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
+        with torch.no_grad():
+            if _reaches_rows(ctx):
+                gradients = PooledGradients(readable_gradient(grads[0]), [None], [None])
+                _update_or_keep(ctx.module, ctx.lookup.whole(), gradients)
+        return None, None, None
+
+
 def _weighted(
     ctx: PooledCtx, index: int, weight: Tensor
 ) -> tuple[Rows | None, tuple[torch.device, torch.dtype]]:
@@ -202,6 +233,24 @@ def sequence_backward(ctx: SequenceCtx, grads: Sequence[Tensor]) -> None:
     _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
 
 
+class RowsAtOnceFunction(LookupFunction):
+    """``apply(anchor, module, lookup)`` → rows (positions, dim) of a lookup that has copied them."""
+
+    @staticmethod
+    def forward(ctx: AtOnceCtx, anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
+        ctx.module, ctx.lookup = module, lookup
+        return lookup.take_out()
+
+    @staticmethod
+    def backward(ctx: AtOnceCtx, *grads: Tensor) -> tuple[None, None, None]:
+        _ = ctx.saved_tensors  # as above
+        with torch.no_grad():
+            if _reaches_rows(ctx):
+                kept = [grads[0].to(torch.float32).contiguous()]
+                _update_or_keep(ctx.module, ctx.lookup.whole(), SequenceGradients(kept))
+        return None, None, None
+
+
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
     """Update the rows by the gradients of a backward pass, or keep the gradients for a later update."""
     if module.accumulation is None:
@@ -211,7 +260,7 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
         lookup.release()
 
 
-def _reaches_rows(ctx: PooledCtx | SequenceCtx) -> bool:
+def _reaches_rows(ctx: PooledCtx | SequenceCtx | AtOnceCtx) -> bool:
     """Return False under ``torch.autograd.grad``, of the per-sample weights or of the parameter that stands
     for a table: such a pass trains no rows."""
     try:
