@@ -288,7 +288,7 @@ class TestJsonFile:
 from pathlib import Path
 from tierstore.result_file import JsonFile
 from tierstore.simulation import Counts
-for _ in range(3000):
+for _ in range(1000):
     JsonFile(Path({str(file)!r})).write({{"auc": 0.5}})
 """
         ranks = [subprocess.Popen([warm.python(), "-c", check], stderr=subprocess.PIPE) for _ in range(3)]
