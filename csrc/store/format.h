@@ -24,12 +24,12 @@ inline constexpr unsigned kMaxSlotBits = 22;
 inline constexpr std::uint32_t kMaxSlots = 1 << kMaxSlotBits;  // whose keys wait in memory for the footer
 inline constexpr std::uint64_t kMaxSegmentBytes = 1 << 30;
 
-// What a file of another version is told to be.
+// Returns what an error says of a file of another version.
 std::string UnknownFormat(std::uint32_t version);
 
-// Places of the records of one row size. Records are packed into frames, and no record crosses into the next
-// frame; a frame is the smallest power of two, from one block on, that wastes at most 2 %, or kMaxFrameBytes.
-// So a small row is read with one block.
+// Says where the records of one row size lie in a segment. Records are packed into frames, and no record
+// crosses into the next frame; a frame is the smallest power of two, from one block on, that wastes at most 2
+// %, or kMaxFrameBytes. So a small row is read with one block.
 struct Geometry {
   std::uint32_t row_bytes = 0;
   std::uint32_t record_bytes = 0;
@@ -42,11 +42,11 @@ struct Geometry {
     return kSegmentHeaderBytes + std::uint64_t{slot / records_per_frame} * frame_bytes +
            std::uint64_t{slot % records_per_frame} * record_bytes;
   }
-  // First block boundary behind `slots` records.
+  // Returns the first block boundary behind `slots` records.
   std::uint64_t EndOffset(std::uint32_t slots) const;
-  // First slot that begins at or behind a block boundary.
+  // Returns the first slot that begins at a block boundary or behind it.
   std::uint32_t SlotAt(std::uint64_t offset) const;
-  // The number of slots of a segment of at most `bytes` (but at least one frame).
+  // Returns the number of slots of a segment of at most `bytes` (but at least one frame).
   std::uint32_t SlotsIn(std::uint64_t bytes) const;
 };
 
@@ -61,11 +61,12 @@ struct SegmentHeader {
   static SegmentHeader Decode(std::span<const std::byte> in, const std::string& path);
 };
 
-// The start value of a record's checksum: store and segment, so that a record of another file fails.
+// Returns the start value of a record's checksum, of store and segment: a record of another file fails.
 std::uint32_t RecordCrcPrefix(const StoreId& store, std::uint32_t segment);
 
-// A record is crc (u32), epoch (u32), key (u64), row. Epoch: number of the segment that the row was first
-// written to; 0 marks a void, a slot that was skipped so that a commit's last block is never written again.
+// A record is crc (u32), epoch (u32), key (u64), row. The epoch is the number of the segment that the row was
+// first written to. An epoch of 0 marks a void, a slot that was skipped so that a commit's last block is
+// never written again.
 struct RecordHeader {
   std::uint32_t crc;
   std::uint32_t epoch;
@@ -88,7 +89,7 @@ struct Footer {
   std::vector<std::uint32_t> epochs;  // empty unless the segment is relocated
   std::vector<std::uint32_t> voids;   // ascending slots
 
-  // Bytes from geometry.EndOffset(slots) to the end of the file.
+  // Returns the bytes from geometry.EndOffset(slots) to the end of the file.
   Bytes Encode(const SegmentHeader& header) const;
   // Returns nothing when the file has no valid footer, whether it is damaged or missing.
   static std::optional<Footer> Load(File& file, const SegmentHeader& header);

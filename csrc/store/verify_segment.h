@@ -1,4 +1,4 @@
-// Verification of one segment: header, every record, the zeros between them, the footer.
+// Verifies one segment: its header, every record, the zeros between the records, and the footer.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct VerifyContext {
   std::function<void(std::uint64_t)> advance;  // called with the number of further bytes read
 
   void Add(Finding finding) const;
-  // Adds what was found of a segment.
+  // Adds what was found in a segment.
   void Merge(VerifyReport part) const;
 };
 
@@ -59,7 +59,7 @@ class SegmentVerifier {
   void VerifyEndOfLastBlock(const std::byte* data, std::uint64_t begin);
   void VerifyFooter();
   Bytes ReadAt(std::uint64_t offset, std::size_t size);
-  // Notes the record for the footer that should be there where there is none.
+  // Notes the record for the footer that a segment without a valid footer should have.
   void CompareFooter(std::uint32_t slot, const RecordHeader& record);
 
   void Damaged(std::uint32_t slot, const char* why);
@@ -78,7 +78,7 @@ class SegmentVerifier {
   Geometry geometry_;
   std::uint32_t crc_prefix_ = 0;
   std::optional<Footer> footer_;
-  Footer expected_;                                      // by the records, where none could be loaded
+  Footer expected_;                                      // made from the records, where none was loaded
   std::uint32_t damaged_first_ = 0, damaged_count_ = 0;  // a run of slots
   const char* damaged_why_ = nullptr;
   bool footer_differs_ = false;
