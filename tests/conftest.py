@@ -5,6 +5,7 @@ Files that take longest are begun first, so that no process is alone with one at
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -82,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in want]
         config.stash[_wanted] = len(want), missing
         getattr(config, "workeroutput", {})["wanted"] = len(want), missing
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching all modules and all tests: they stay until the process ends,
+    and tests and the modules under test search for objects of their own again and again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -126,6 +126,7 @@ def is_submodule(name: str) -> bool:
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
+    """Imports by name, too."""
     layer = layer_of(module_name(path))
     assert layer in PROJECT_IMPORTS, f"{layer} is not in the layer table: put it there and in docs/design.md"
     layers = {layer_of(name) for name in imported_modules(path)} - {layer}
@@ -134,6 +135,9 @@ def test_imports_point_down(path: Path) -> None:
     others = layers - ours - set(sys.stdlib_module_names)
     assert others <= ONLY_THIRD_PARTY.get(layer, others)
     assert not others & NEVER_IMPORTED.get(layer, set())
+    named = {layer_of(name) for name in named_modules(path)} - {layer}
+    wrong = named - PROJECT_IMPORTS[layer]
+    assert not wrong, f"{layer} must not import {sorted(wrong)}"
 
 
 def named_modules(path: Path) -> set[str]:
@@ -142,14 +146,6 @@ def named_modules(path: Path) -> set[str]:
     constants = [node.value for node in syntax(path) if isinstance(node, ast.Constant)]
     named = {text.partition(":")[0] for text in constants if isinstance(text, str) and "." in text}
     return named & {*FILES, "tierstore._core"}
-
-
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_that_are_imported_by_name_are_below(path: Path) -> None:
-    layer = layer_of(module_name(path))
-    named = {layer_of(name) for name in named_modules(path)} - {layer}
-    wrong = named - PROJECT_IMPORTS[layer]
-    assert not wrong, f"{layer} must not import {sorted(wrong)}"
 
 
 def test_names_of_modules_are_found(tmp_path: Path) -> None:
@@ -205,23 +201,19 @@ def test_tests_import_in_no_circle() -> None:
 
 def test_constructors_take_few_parameters() -> None:
     """A constructor of our own takes six at most; more are a dataclass of their own."""
-    found = set()
-    for path in FILES.values():
-        for node in syntax(path):
-            if not isinstance(node, ast.ClassDef) or node.name in LIKE_TORCH:
-                continue
-            for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == "__init__":
-                    parts = function.args
-                    count = len([*parts.posonlyargs, *parts.args, *parts.kwonlyargs]) - 1
-                    if count + bool(parts.vararg) + bool(parts.kwarg) > MAX_PARAMETERS:
-                        found.add(node.name)
-    assert not found, "take a dataclass"
-
-
-def test_what_follows_torch_exists() -> None:
-    names = {node.name for path in FILES.values() for node in syntax(path) if isinstance(node, ast.ClassDef)}
-    assert not LIKE_TORCH - names
+    names, found = set(), set()
+    for node in (node for path in FILES.values() for node in syntax(path)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        names.add(node.name)
+        for function in node.body:
+            if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                parts = function.args
+                count = len([*parts.posonlyargs, *parts.args, *parts.kwonlyargs]) - 1
+                if count + bool(parts.vararg) + bool(parts.kwarg) > MAX_PARAMETERS:
+                    found.add(node.name)
+    assert not found - LIKE_TORCH, "take a dataclass"
+    assert not LIKE_TORCH - names, "what follows torch exists"
 
 
 def signatures(path: Path) -> Iterator[ast.expr]:

@@ -18,9 +18,9 @@ using Slots = py::array_t<std::int32_t, py::array::c_style>;
 
 ReadEngine ParseReadEngine(const std::string& name) {
   if (name == "auto") return ReadEngine::kAuto;
-  if (name == "io_uring") return ReadEngine::kIoUring;
+  if (name == "uring") return ReadEngine::kIoUring;
   if (name == "pread") return ReadEngine::kPread;
-  throw InputError("io is '" + name + "'; it must be 'auto', 'io_uring' or 'pread'");
+  throw InputError("io is '" + name + "'; it must be 'auto', 'uring' or 'pread'");
 }
 
 IndexForm ParseIndexForm(const std::string& name) {

@@ -9,7 +9,7 @@
 
 namespace tierstore {
 
-// Ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are skipped.
+// The ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are skipped.
 struct IdSegment {
   const void* ids = nullptr;
   std::int64_t count = 0;
@@ -42,7 +42,7 @@ struct BadId {
 
 // Fills `batch`, which must not be used if an id is bad. Segments of one table must have one bound. Large
 // lookups are deduplicated table by table, so that the keys of a table stay in the processor's cache, and
-// threads of the pool share the tables; what comes out is the same for any number of threads. Throws
+// threads of the pool share the tables; the result is the same for any number of threads. Throws
 // std::length_error past 2^31 - 1 positions.
 BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch);
 

@@ -8,9 +8,10 @@
 
 namespace tierstore {
 
-// start[u + 1] = number of positions of rows 0..u (start has num_unique + 1 entries), so start[num_unique] is
-// the number of positions that are not skipped (inverse < 0). Throws std::invalid_argument if an entry is >=
-// num_unique. Threads take a part of the positions each (Batch::parts).
+// Sets start[u + 1] to the number of positions of rows 0..u. `start` has num_unique + 1 entries, and
+// start[num_unique] is the number of positions that are not skipped (inverse < 0 is skipped). Throws
+// std::invalid_argument if an entry is >= num_unique. Threads take a part of the positions each
+// (Batch::parts).
 void CountPositions(std::span<const std::int32_t> inverse, const PositionParts& parts,
                     std::int64_t num_unique, std::int32_t* start);
 // Writes the positions of every row, ascending, to positions[start[u] .. start[u + 1]).

@@ -1,4 +1,4 @@
-// Keys divided into parts, which threads of the pool then take one each.
+// Divides keys into parts. Threads of the pool then take a part each.
 #pragma once
 
 #include <algorithm>
@@ -11,17 +11,18 @@
 
 namespace tierstore {
 
-// Threads share the work on so many keys.
+// Threads share the work on this many keys, and on more.
 inline constexpr std::int64_t kParallelKeys = 1 << 14;
 
-// The keys of each part, and their positions among all keys; they stay in the order of positions.
+// The keys of each part, and their positions among all keys. The keys of a part are in the order of
+// positions.
 class DividedKeys {
  public:
   using PartNumber = std::uint16_t;
 
   DividedKeys() = default;
-  // part_of(key): less than `parts`, of which there are 2^16 at most. What comes out is the same for any
-  // number of threads.
+  // part_of(key) is less than `parts`, which is 2^16 at most. The result is the same for any number of
+  // threads.
   template <typename PartOf>
   DividedKeys(const std::uint64_t* keys, std::int64_t n, std::size_t parts, const PartOf& part_of)
       : positions_(static_cast<std::size_t>(n)), keys_(static_cast<std::size_t>(n)), begin_(parts + 1) {

@@ -1,4 +1,4 @@
-// Rows outside of any tier, found by key: rows that are read ahead of a plan, or kept for one.
+// Holds rows outside of any tier, found by key: rows that are read ahead of a plan, or kept for a plan.
 //
 // Not thread-safe, but the memory of slots that Begin has handed out is the caller's alone until Finish. The
 // caller copies rows to and from rows().
@@ -14,32 +14,33 @@ namespace tierstore {
 
 class HeldRows {
  public:
-  // What a row costs beside its bytes: key, state, free list, index entry.
+  // The bytes that a row costs beside its own: key, state, free list, index entry.
   static constexpr double kBytesPerRow = 8 + 1 + 4 + SlotIndex::kBytesPerSlot;
 
   // Throws std::invalid_argument for a capacity or row size below 1.
   HeldRows(std::int64_t capacity, std::int64_t row_bytes);
 
-  // slots[i] = slot of the row of keys[i], or -1.
+  // Sets slots[i] to the slot of the row of keys[i], or to -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
-  // Slots for rows that are copied in at once. The keys have no repeats; there must be room
+  // Gives slots for rows that the caller copies in at once. The keys have no repeats; there must be room
   // (std::length_error). Rows of these keys that are here, or on their way, are forgotten.
   void Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
-  // Slots for rows that are to be read: of each key that is neither here nor on its way. Such keys come first
-  // in `keys` then; returns how many there are. There must be room for all of `keys` (std::length_error).
+  // Gives slots for rows that are to be read: the rows of keys that are neither here nor on their way. Moves
+  // these keys to the front of `keys` and returns how many there are. There must be room for all of `keys`
+  // (std::length_error).
   std::int64_t Begin(std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
   // Ends a read that Begin has begun: rows that were not found, or that were forgotten meanwhile, give their
   // slots back.
   void Finish(const std::int32_t* slots, const bool* found, std::int64_t n);
   // Forgets the rows of `keys` that are here or on their way.
   void Discard(const std::uint64_t* keys, std::int64_t n);
-  // The same for the keys of the last Find, without looking for them again. No read of them may have begun
-  // since then.
+  // Forgets the rows of the last Find's keys, without looking for them again. No read of these rows may have
+  // begun since then.
   void DiscardFound();
 
-  // Rows here and on their way.
+  // Returns the number of rows here and on their way.
   std::int64_t size() const { return capacity_ - room(); }
-  // Rows that can be added.
+  // Returns how many rows can be added.
   std::int64_t room() const { return capacity_ - fresh_ + static_cast<std::int64_t>(free_.size()); }
   std::int64_t capacity() const { return capacity_; }
   std::int64_t row_bytes() const { return row_bytes_; }

@@ -1,7 +1,7 @@
-// Which lane of a memory tier has a row, and how the slots of lanes are numbered in the tier.
+// Says which lane of a memory tier has a row, and how the slots of lanes are numbered in the tier.
 //
 // Slots 0 .. capacity-1 of the tier are the lanes' own slots, one lane after the other. Overflow slots come
-// behind them, the lanes' in turns.
+// behind them; the lanes have these slots in turns.
 #pragma once
 
 #include <cstdint>
@@ -24,27 +24,28 @@ class LaneMap {
     std::int32_t slot;  // of the lane
   };
 
-  // The own slots of each lane, and the lanes of each table; all lanes divide the rows of tables behind them.
+  // `slots` are the own slots of each lane, `lanes_of` the lanes of each table. All lanes divide the rows of
+  // tables that `lanes_of` does not have.
   LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of);
 
   std::size_t lanes() const { return slots_.size(); }
-  // Own slots of all lanes.
+  // Returns the own slots of all lanes.
   std::int64_t capacity() const { return capacity_; }
   std::int64_t first_slot(std::size_t lane) const { return begin_[lane]; }
 
   std::size_t LaneOf(std::uint64_t key) const;
   Place PlaceOf(std::int32_t slot) const;
-  // The slot of the tier; negative numbers stay.
+  // Returns the slot of the tier; negative numbers stay.
   std::int32_t SlotOf(std::size_t lane, std::int32_t slot) const;
   void ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const;
-  // Keys by the lane of their rows.
+  // Divides keys by the lane of their rows.
   DividedKeys Divide(const std::uint64_t* keys, std::int64_t n) const;
-  // The slots of every lane, as the lane numbers them.
+  // Returns the slots of every lane, as the lane numbers them.
   std::vector<PageVector<std::int32_t>> DivideSlots(const std::int32_t* slots, std::int64_t n) const;
 
  private:
   std::vector<std::int64_t> slots_;
-  std::vector<std::int64_t> begin_;  // of each lane, its first slot
+  std::vector<std::int64_t> begin_;  // the first slot of each lane
   std::int64_t capacity_ = 0;
   std::vector<LaneRange> lanes_of_;
 };

@@ -6,7 +6,8 @@
 
 namespace tierstore {
 
-// Where probing for a key begins: `hash` are 32 well-mixed bits, `size` the places, fewer than 2^32.
+// Returns where probing for a key begins. `hash` has 32 well-mixed bits; `size` is the number of places, less
+// than 2^32.
 inline std::size_t HomePlace(std::uint32_t hash, std::size_t size) {
   return std::uint64_t{hash} * size >> 32;
 }

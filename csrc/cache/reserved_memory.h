@@ -1,6 +1,6 @@
-// Address space reserved once and committed as it is used, so that rows stay at one address while a
-// tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child does not
-// have this memory (common/fork.h).
+// Address space is reserved once and committed as it is used. So rows stay at one address while a tier
+// without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child does not have
+// this memory (common/fork.h).
 #pragma once
 
 #include <cstddef>
@@ -42,8 +42,8 @@ class ReservedMemory {
   std::size_t reserved_ = 0;
   std::byte* data_ = nullptr;
   std::size_t committed_ = 0;
-  std::size_t huge_ = 0;          // leading bytes that are in huge pages where the system has them
-  std::uint32_t generation_ = 0;  // ForkCount() of the process that has it
+  std::size_t huge_ = 0;          // leading bytes that lie in huge pages where the system has such pages
+  std::uint32_t generation_ = 0;  // ForkCount() of the process that has the memory
 };
 
 // An array in reserved memory: it grows without moving, so another thread may use its own elements meanwhile.

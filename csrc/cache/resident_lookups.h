@@ -2,8 +2,8 @@
 // nothing: such a lookup needs no plan, no pinned rows, and no lock of the caller. Where no other tier can
 // have a row that is missing, the lookup itself adds the row, and needs the caller's lock for that.
 //
-// A lookup is one call, so that a signal handler of Python cannot cut it in two. What is to be counted of it
-// is kept until Take().
+// A lookup is one call, so that a signal handler of Python cannot cut it in two. What is to be counted
+// of the lookup is kept until Take().
 #pragma once
 
 #include <cstdint>
@@ -47,28 +47,29 @@ class ResidentLookups {
     double announce_seconds = 0, compute_seconds = 0;  // of AddSeconds
   };
 
-  // The tier must have no share with a policy, and outlive the object. `tables`: how many there are.
+  // The tier must have no share with a policy, and must outlive the object. `tables` is the number of tables.
   ResidentLookups(TierLane* tier, std::size_t tables)
       : tier_(*tier), tables_(tables), counted_(NothingCounted()) {}
 
-  // A plan is under way between BeginPlan and EndPlan, one at a time. It adds rows between Hide and Show
-  // only. Meanwhile Find finds nothing. Add adds nothing during the whole plan, which knows what was missing.
+  // A plan is under way between BeginPlan and EndPlan, one plan at a time. The plan adds rows between Hide
+  // and Show only, and there Find finds nothing. Add adds nothing during the whole plan, which knows what was
+  // missing.
   void BeginPlan() { Set(&planning_, true); }
   void EndPlan() { Set(&planning_, false); }
   void Hide() { Set(&hidden_, true); }
   void Show() { Set(&hidden_, false); }
 
-  // Null where a row is missing, or rows are hidden.
+  // Finds the rows of a batch. Returns null where a row is missing, or rows are hidden.
   std::shared_ptr<ResidentRows> Find(std::shared_ptr<Batch> batch);
-  // Adds the missing rows and finds all of them. Null, and nothing has changed, during a plan and where the
+  // Adds the missing rows and finds all rows. Returns null, with nothing changed, during a plan and where the
   // memory for more rows is refused: a plan then tells the user why. Hold the tier's lock.
   std::shared_ptr<ResidentRows> Add(std::shared_ptr<Batch> batch, const NewRows& rows);
-  // The slots of rows that are read outside of training; null as Find, but rows may be missing if
-  // `may_miss`. No positions are returned.
+  // Finds the slots of rows that are read outside of training, without positions. Returns null where Find
+  // does, but rows may be missing if `may_miss`.
   std::shared_ptr<ResidentRows> Read(std::shared_ptr<Batch> batch, bool may_miss);
   // Counts what a lookup took beside Find: to remove repeated ids, and in kernels.
   void AddSeconds(double announce, double compute);
-  // Whether so much waits to be counted that Take should be called.
+  // Returns whether so much waits to be counted that Take should be called.
   bool due() const;
   Counted Take();
 

@@ -1,9 +1,9 @@
-// Finds the slot of a key: open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit slot).
-// The keys themselves stay in the tier's own array, which is consulted only when a tag matches.
+// Finds the slot of a key, by open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit
+// slot). The keys themselves stay in the tier's own array, which is read only when a tag matches.
 //
 // A table whose rows never leave may be kept directly instead: an array of slots by id, as soon as so many of
-// its ids are here that the array is no larger than their entries. A lookup then reads 4 bytes where the
-// entries and keys are 24 bytes at two places.
+// its ids are here that the array is no larger than their entries. A lookup then reads 4 bytes at one place,
+// in place of 24 bytes of entries and keys at two places.
 #pragma once
 
 #include <cstdint>
@@ -43,13 +43,14 @@ class SlotArray {
 class SlotIndex {
  public:
   // The key of a slot is keys[slot * stride]; the keys belong to the owner, outlive the index and do not
-  // move. `stays`: of each table, whether its rows never leave; rows of tables behind them may.
+  // move. `stays` says of each table whether its rows never leave; rows of tables that `stays` does not have
+  // may leave.
   SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
             const std::vector<bool>& stays = {});
 
   static constexpr double kBytesPerSlot = 8.0 * 2;
 
-  // slots[i] = slot of keys[i], or -1.
+  // Sets slots[i] to the slot of keys[i], or to -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
   // The slot must have its key already, which must be absent from the index.
   void Insert(std::int32_t slot) { Insert(&slot, 1); }
@@ -74,7 +75,7 @@ class SlotIndex {
   };
 
   static std::uint32_t Tag(std::uint64_t key);
-  // The place of the key's slot if the key is kept directly, else null.
+  // Returns the place of the key's slot if the key is kept directly, else null.
   std::int32_t* Direct(std::uint64_t key) const {
     const std::uint32_t table = KeyTable(key);
     if (table >= tables_.size() || KeyId(key) >= tables_[table].slots.size()) return nullptr;

@@ -1,4 +1,4 @@
-// Rows that are to be read for coming lookups, in the order of their places in a store.
+// Orders the rows that are to be read for coming lookups by their places in a store.
 //
 // A reader goes round all places again and again, in one direction. Each time it comes to a place it takes
 // the rows there that a lookup within its horizon asks for. Rows of many lookups that lie near one another
@@ -19,12 +19,12 @@ class Sweep {
  public:
   // The place of a row that is not stored.
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
-  // What an entry costs.
+  // The bytes that an entry costs.
   static constexpr double kBytesPerEntry = 16;
 
   Sweep();
 
-  // Adds an entry for each key that is somewhere: lookup seqs[i] asks for keys[i], which is at places[i].
+  // Adds an entry for each key that has a place: lookup seqs[i] asks for keys[i], which is at places[i].
   void Add(const std::uint64_t* keys, const std::uint64_t* places, const std::int64_t* seqs, std::int64_t n);
 
   // Goes on from the current place, for at most `way` of a round, and appends up to `limit` keys that lookups
@@ -34,7 +34,7 @@ class Sweep {
                     PageVector<std::uint64_t>* keys);
 
   std::int64_t size() const { return size_; }
-  // Rounds that are complete, and the part of the round that has begun.
+  // Returns the rounds that are complete, and the part that is done of the round that has begun.
   double rounds() const { return rounds_ + static_cast<double>(at_) / static_cast<double>(used_); }
 
  private:

@@ -1,8 +1,8 @@
-// A memory tier: lanes of slots that plan side by side (cache/tier_lane.h). A hash of a row's key says in
+// A memory tier has lanes of slots that plan side by side (cache/tier_lane.h). A hash of a row's key says in
 // which lane the row is, so no lane needs to know of another, and the threads of the pool take a lane each.
 //
-// What a plan decides depends on the lanes, of which the caller says how many there are, and never on the
-// threads. cache_policies/lanes.py says the same for the simulator.
+// What a plan decides depends on the number of lanes, which the caller chooses, and never on the threads.
+// cache_policies/lanes.py divides rows in the same way for the simulator.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,17 @@
 namespace tierstore {
 
 struct TierConfig {
-  std::vector<LaneConfig> lanes;    // one at least
-  std::vector<LaneRange> lanes_of;  // of each table; all lanes divide the rows of tables behind them
+  std::vector<LaneConfig> lanes;    // at least one lane
+  std::vector<LaneRange> lanes_of;  // the lanes of each table; all lanes divide the rows of further tables
 };
 
 // A plan of all lanes. Begin fills it.
 class Plan {
  public:
-  // The plan as a lane would have it, by the slots of the tier. Misses and absent rows are in the order of
-  // lanes.
+  // Returns the plan as a lane would have it, with slots of the tier. Misses and absent rows are in the order
+  // of lanes.
   const LanePlan& whole() const { return parts_.size() == 1 ? parts_[0].plan : merged_; }
-  // Misses that find no slot of their share; call it after Evict.
+  // Returns the misses that find no slot of their share. Call it after Evict.
   PageVector<std::int32_t> Unplaced() const;
 
  private:
@@ -34,10 +34,10 @@ class Plan {
   // The rows of one lane.
   struct Part {
     LanePlan plan;
-    std::size_t victims = 0;  // that `merged_` has
+    std::size_t victims = 0;  // victims that `merged_` has already
   };
 
-  DividedKeys rows_;  // of each lane, where there are several
+  DividedKeys rows_;  // the rows of each lane, where there are several lanes
   std::vector<Part> parts_;
   LanePlan merged_;
 };
@@ -48,7 +48,7 @@ class Tier {
 
   explicit Tier(const TierConfig& config);
 
-  // These do what TierLane's do. Keys of Assign are those of Begin.
+  // These functions do what TierLane's functions do. Assign gets the keys that Begin got.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              bool absent, Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
@@ -77,7 +77,7 @@ class Tier {
   double policy_seconds() const;
 
   std::size_t lanes() const { return lanes_.size(); }
-  // The lane of a tier that has one only.
+  // Returns the lane of a tier that has one lane; null for other tiers.
   TierLane* only_lane() { return lanes_.size() == 1 ? lanes_[0].get() : nullptr; }
 
  private:

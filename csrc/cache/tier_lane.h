@@ -1,13 +1,14 @@
-// The slots of a memory tier: the index of which slot holds which key, and the policy that chooses victims.
-// The rows at these slots belong to a device (bindings/host_rows.h), which the tier knows nothing of.
+// A lane has slots of a memory tier, the index that says which slot holds which key, and the policy that
+// chooses victims. The rows at these slots belong to a device (bindings/host_rows.h), of which the tier knows
+// nothing.
 //
 // One thread plans at a time and holds the tier's lock (the caller's) while it calls anything here except
-// MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. Rows are moved
-// by the caller, before it calls anything else: the tier hands out slots.
+// MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. The
+// tier hands out slots; the caller moves the rows, before it calls anything else.
 //
 // The slots are divided into shares, each with a policy of its own that numbers its slots from 0; a table has
-// its rows in one share. A share without a policy holds every row that it is given (the tables that are
-// always resident, or a tier that holds all).
+// its rows in one share. A share without a policy holds every row that it is given (resident
+// tables, or a tier that holds all rows).
 //
 // Slots 0 .. capacity-1 belong to the shares. The slots behind them are overflow slots: they hold rows that
 // were not admitted, and rows of a batch that does not fit. The tier counts the lookups that use such a row;
@@ -35,10 +36,10 @@ struct ShareConfig {
 };
 
 struct LaneConfig {
-  std::int64_t overflow_slots = 0;     // for which address space is reserved behind the shares' slots
+  std::int64_t overflow_slots = 0;     // slots for which address space is reserved behind the shares' slots
   bool grows = false;                  // memory is taken as slots are first used, not at once
-  std::vector<ShareConfig> shares;     // one at least; a tier that grows has one only
-  std::vector<std::int32_t> share_of;  // of each table; tables behind them belong to share 0
+  std::vector<ShareConfig> shares;     // at least one share; a tier that grows has one only
+  std::vector<std::int32_t> share_of;  // the share of each table; further tables belong to share 0
 };
 
 // More rows are in use at once than a tier has slots, its overflow slots included.
@@ -62,7 +63,8 @@ struct Moves {
   PageVector<std::int32_t> from, to;
 };
 
-// What a plan wants of one share: its misses are [begin, end) of the plan's misses, refused misses last.
+// What a plan wants of one share. The share's misses are [begin, end) of the plan's misses, refused misses
+// last.
 struct SharePlan {
   std::int64_t begin = 0, end = 0;
   std::int64_t needed = 0;
@@ -81,26 +83,26 @@ struct LanePlan {
   PageVector<std::int64_t> next_use;
   std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and how many were here
 
-  // Misses that find no slot of their share; call it after Evict.
+  // Returns the misses that find no slot of their share. Call it after Evict.
   PageVector<std::int32_t> Unplaced() const;
 };
 
 class TierLane {
  public:
-  // What a slot costs beside its row and its policy: key, last use, next use, dirty flag, index entry, free
-  // list.
+  // The bytes that a slot costs beside its row and its policy: key, last use, next use, dirty flag, index
+  // entry, free list.
   static constexpr double kBytesPerSlot = 8 + 8 + 8 + 1 + 1 + 4 + SlotIndex::kBytesPerSlot;
 
   explicit TierLane(const LaneConfig& config);
 
-  // Planning. `keys` has no repeats; `absent` says that no key is here. The plan has the next use of each
-  // key, or no next use at all: none is known then. Begin touches the hits. Evict looks for the victims that
-  // are still needed, among slots last used before `pinned_since`; lookups older than that must have been
-  // released here. Prepare takes the memory that Assign needs, so that Assign itself cannot fail, and returns
-  // how many slots must have room for a row by then. Assign gives every miss a slot (an overflow slot if it
-  // is refused or past capacity) and forgets the victims. Between Begin and Assign all rows are still found
-  // where they were. Evict throws PolicyFault, Prepare AddressSpaceError or OverflowFull; the caller must
-  // abort the plan then.
+  // Planning. `keys` has no repeats; `absent` says that no key is here. The plan has the next use of
+  // each key, or no next use at all when no next use is known. Begin touches the hits. Evict looks for the
+  // victims that are still needed, among slots last used before `pinned_since`; lookups before `pinned_since`
+  // must have been released here. Prepare takes the memory that Assign needs, so that Assign itself cannot
+  // fail, and returns how many slots must have room for a row by then. Assign gives every miss a slot (an
+  // overflow slot if it is refused or past capacity) and forgets the victims. Between Begin and Assign all
+  // rows are still found where they were. Evict throws PolicyFault, Prepare AddressSpaceError or
+  // OverflowFull; the caller must abort the plan then.
   void Begin(const std::uint64_t* keys, std::int64_t n, std::int64_t now, bool absent, LanePlan* plan);
   std::int64_t Evict(std::int64_t pinned_since, LanePlan* plan);
   std::int64_t Prepare(bool use_overflow, const LanePlan& plan);
@@ -112,8 +114,8 @@ class TierLane {
   // A lookup that used `slots` is over. Rows at overflow slots without further users become drainable, or are
   // returned to be moved home.
   Moves Release(const std::int32_t* slots, std::int64_t n);
-  // Rows at overflow slots that no lookup uses any more; once they are written down, Drained() forgets them.
-  // When no overflow slot is in use, none of them needs memory any more.
+  // Returns rows at overflow slots that no lookup uses any more. Once these rows are written down, Drained()
+  // forgets them. When no overflow slot is in use, no overflow slot needs memory any more.
   Departures Drainable() const;
   void Drained(const std::int32_t* slots, std::int64_t n);
 
@@ -122,34 +124,35 @@ class TierLane {
   }
   // Takes rows out of the tier other than by eviction; `slots` must be resident slots of shares.
   void Remove(const std::int32_t* slots, std::int64_t n);
-  // The window has learned that these keys are used at `next_use`. Returns the keys that are not here.
+  // Notes that these keys are used at `next_use`, as the window has learned. Returns the keys that
+  // are not here.
   PageVector<std::uint64_t> Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                      std::int64_t now);
 
   void MarkDirty(const std::int32_t* slots, std::int64_t n);
   void MarkClean(const std::int32_t* slots, std::int64_t n);
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
-  // In increasing order, from slot `from` on, at most `limit`.
+  // Returns at most `limit` slots that have rows, from slot `from` on, in increasing order.
   PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
 
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::int64_t capacity() const { return capacity_; }
-  // Rows of each table at the shares' slots.
+  // Returns the number of rows of each table at the shares' slots.
   std::vector<std::int64_t> TableRows() const;
-  // How many slots must have room for a row.
+  // Returns how many slots must have room for a row.
   std::int64_t committed() const { return committed_; }
   std::int64_t size() const { return index_.size(); }
   std::int64_t overflow_in_use() const;
   std::int64_t metadata_bytes() const;
-  // Time spent in the hooks of policy and filter.
+  // Returns the time spent in the hooks of policy and filter.
   double policy_seconds() const { return policy_seconds_; }
 
  private:
   void CommitSlots(std::int64_t slots);
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
-  // Prefetches what a slot's arrays have. Slots are in no order.
+  // Fetches what the arrays have of a slot into the processor's cache. Slots are in no order.
   static constexpr std::size_t kAhead = 24;
   void Prefetch(std::int32_t slot) const;
   // A share and its free slots. Its slots are begin .. begin + capacity - 1.
@@ -174,7 +177,7 @@ class TierLane {
     auto size() const { return static_cast<std::int64_t>(slots.size()); }
   };
   static std::vector<Share> SharesOf(const LaneConfig& config);
-  // Of each table, whether its rows never leave.
+  // Returns of each table whether its rows never leave.
   std::vector<bool> StayingTables() const;
   std::size_t ShareOf(std::uint64_t key) const {
     if (shares_.size() == 1) return 0;
@@ -185,7 +188,7 @@ class TierLane {
   void GroupMisses(const std::uint64_t* keys, LanePlan* plan) const;
   void Admit(const std::uint64_t* keys, const Share& share, SharePlan* wanted, LanePlan* plan);
   std::int64_t EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, LanePlan* plan);
-  // What is wrong with a slot that the policy wants to evict; null if nothing.
+  // Returns what is wrong with a slot that the policy wants to evict; null if nothing is.
   const char* Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
   std::int32_t TakeSlot(Share* share);
@@ -196,7 +199,7 @@ class TierLane {
 
   // What a slot holds; kExpected: its row is still at an overflow slot.
   enum Content : std::uint8_t { kEmpty, kRow, kExpected };
-  // Side by side, since a lookup by key then reads or changes the next use.
+  // Key and next use lie side by side, since a lookup by key then reads or changes the next use.
   struct Row {
     std::uint64_t key;
     std::int64_t next_use;
@@ -208,7 +211,7 @@ class TierLane {
   std::int64_t capacity_;  // slots of all shares
   std::size_t limit_;      // slots, overflow slots included, for which address space is reserved
   ReservedArray<Row> row_;
-  ReservedArray<std::int64_t> last_use_;  // an array of its own, which policies get
+  ReservedArray<std::int64_t> last_use_;  // not in `row_`, because policies get this array
   ReservedArray<std::uint8_t> dirty_;
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;

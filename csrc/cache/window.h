@@ -1,7 +1,7 @@
-// The window: lookups that are announced but not yet planned. It knows the next use of every row in it.
+// The window has the lookups that are announced but not yet planned, and knows the next use of their rows.
 //
-// A window of large lookups has shards: a hash of the key says which one knows a row, and threads take one
-// each. Tables of which such a lookup uses many rows have an entry for each id instead.
+// A window of large lookups has shards: a hash of the key says which shard knows a row, and threads take a
+// shard each. Tables of which such a lookup uses many rows have an entry for each id instead.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ struct PendingLookup {
   std::int64_t seq;
   std::shared_ptr<const Batch> batch;
   PageVector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
-  std::int64_t latest;            // keys of which this lookup is the latest occurrence
+  std::int64_t latest;            // the number of keys of which this lookup is the latest occurrence
 };
 
-// The newest lookup, as the entries of its keys learn of it: the lookups before it, and which of its keys
-// occur in none of them. Lookups are numbered modulo 2^32.
+// What the entries of keys learn of the newest lookup: the lookups before it, and which of its keys occur in
+// no lookup before. Lookups are numbered modulo 2^32.
 class NewestLookup {
  public:
   NewestLookup(std::deque<PendingLookup>* before, std::uint32_t first, std::size_t keys);
@@ -35,9 +35,9 @@ class NewestLookup {
   std::uint32_t first() const { return first_; }
   std::uint32_t ordinal() const { return first_ + static_cast<std::uint32_t>(before_.size()); }
   std::size_t lookups_before() const { return before_.size(); }
-  // Whether a number is that of a lookup before this one.
+  // Returns whether a number is the number of a lookup before this one.
   bool IsBefore(std::uint32_t ordinal) const { return ordinal - first_ < before_.size(); }
-  // Where a lookup before this one keeps the next use of its key `index`.
+  // Returns where a lookup before this one keeps the next use of its key `index`.
   std::int32_t* NextUse(std::uint32_t ordinal, std::uint32_t index) const {
     return &before_[ordinal - first_]->next[index];
   }
@@ -45,9 +45,10 @@ class NewestLookup {
     *NextUse(ordinal, index) = static_cast<std::int32_t>(this->ordinal() - ordinal);
   }
   void SetFirst(std::int32_t position) { first_seen_[static_cast<std::size_t>(position)] = 1; }
-  // Keys that occur in no lookup before.
+  // Returns the keys that occur in no lookup before.
   PageVector<std::uint64_t> FirstSeen(const PageVector<std::uint64_t>& keys) const;
-  // `superseded`: by lookup before, the keys that it had latest.
+  // `superseded` has, for each lookup before, the number of keys of which it is no longer the latest
+  // occurrence.
   void Count(const std::vector<std::int64_t>& superseded);
 
  private:
@@ -69,12 +70,13 @@ struct NewKeys {
 // The latest occurrences of some keys.
 class WindowShard {
  public:
-  // Counts in `superseded`, by lookup before the newest, the keys that it had latest.
+  // Counts in `superseded`, for each lookup before the newest, the keys of which it is no longer the latest
+  // occurrence.
   void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
 
-  // The keys of `lookups` lookups from `first` on.
+  // Returns the keys of `lookups` lookups from `first` on.
   PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
-  // The shards that divide the entries of those lookups.
+  // Returns shards that divide the entries of these lookups.
   std::vector<WindowShard> Divided(std::uint32_t first, std::size_t lookups) const;
   void Clear();
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
@@ -83,15 +85,15 @@ class WindowShard {
   static std::size_t ShardOf(std::uint64_t key) { return HashKey(key) % kShards; }  // not the bits of Home
 
  private:
-  // The latest occurrence of a key: number of the lookup, index in its unique keys. The entry is dead once
-  // that lookup has left; its place serves the same key again, or another one. The key itself is here, so
-  // that comparing it takes no further access to memory.
+  // The latest occurrence of a key: the number of the lookup, and the index in the lookup's unique keys. The
+  // entry is dead once that lookup has left; its place then serves the same key again, or another key. The
+  // key itself is here, so that comparing it takes no further access to memory.
   struct Entry {
     std::uint64_t key = 0;
     std::uint32_t ordinal = 0;
     std::uint32_t index = kEmpty;
 
-    // Whether the entry is of one of `lookups` lookups from `first` on.
+    // Returns whether the entry is of one of `lookups` lookups from `first_lookup` on.
     bool IsOf(std::uint32_t first_lookup, std::size_t lookups) const {
       return index != kEmpty && ordinal - first_lookup < lookups;
     }
@@ -121,7 +123,7 @@ class WindowShard {
 class WindowTables {
  public:
   // Takes the tables of which a lookup has so many rows that entries by id take little more memory than
-  // entries by hash: the window has more rows of them than one lookup. No occurrence is known then.
+  // entries by hash: the window has more rows of such a table than one lookup. No occurrence is known then.
   void Choose(std::span<const std::uint64_t> keys);
   bool empty() const { return tables_.empty(); }
   bool Has(std::uint64_t key) const {
@@ -131,10 +133,10 @@ class WindowTables {
   // A line of the processor's cache has the entries of so many ids.
   static constexpr std::uint64_t kIdsInLine = 8;
 
-  // As of WindowShard. The tables have all of these keys.
+  // These functions do what WindowShard's functions do. The tables have all of these keys.
   void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
   PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
-  // Takes no table any more.
+  // Gives all tables up.
   void Clear();
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
 
@@ -176,7 +178,7 @@ class Window {
   // Forgets all lookups; returns the keys whose announced use will not come.
   PageVector<std::uint64_t> Clear();
 
-  // What the index takes per distinct row, on average.
+  // The bytes that the index takes per distinct row, on average.
   static constexpr double kBytesPerRow = 16.0 * 5 / 3 * 17 / 16;
 
   std::int64_t lookups() const { return static_cast<std::int64_t>(pending_.size()); }

@@ -68,7 +68,7 @@ class BatchReader {
   // order. Throws the first error, of the device or of `done`, after all begun requests have ended.
   virtual void Read(std::span<const ReadRequest> requests, const Done& done) = 0;
 
-  // How requests are made: "io_uring", "pread", or a name of a test double.
+  // Names how requests are made: "uring" (io_uring), "pread", or a test double.
   virtual const char* name() const = 0;
 };
 

@@ -55,7 +55,7 @@ class UringReader final : public BatchReader {
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
-  const char* name() const override { return "io_uring"; }
+  const char* name() const override { return "uring"; }
 
  private:
   static PosixFile& FileOf(const ReadRequest& request) { return static_cast<PosixFile&>(*request.file); }

@@ -25,7 +25,7 @@ struct Span {
   Chunk* chunk;
   std::uint32_t first, count;  // slots
 
-  // The place of each record.
+  // Gives the place of each record.
   void LocateRecords(std::byte* records[]) const;
 };
 
@@ -39,8 +39,8 @@ class Appender {
   // ClosedError and the queue's pending error; in the streams of the compactor it throws Interrupted instead
   // of the last two.
   Span Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint32_t want);
-  // The span's first `n` records are complete. They count as live; RowIndex::Put comes next. `epochs` are
-  // needed where the segment holds copies.
+  // Takes the span's first `n` records, which are complete, into the segment. The records count as live; the
+  // caller passes them to RowIndex::Put next. `epochs` are needed where the segment holds copies.
   void Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys, const std::uint32_t* epochs);
   // Queues the rows of an active segment, up to a block boundary behind which appending goes on.
   void Flush(const SegmentPtr& segment);

@@ -1,22 +1,22 @@
-// Makes commits, drops them, and writes the last commit anew. Each call replaces the manifest; one call does
-// so at a time.
+// Makes commits, drops commits, and writes the last commit anew. Each call replaces the manifest; one call at
+// a time does so.
 //
-// A commit goes in this order, and a crash at any point leaves the commit before it or this one, whole: the
-// active segments are flushed to the queue, the segments that hold newest versions are pinned, the queue is
-// drained, the segments' files and the names of new ones are synced, the manifest is written to a temporary
-// file, synced, renamed and its name synced. The mutex is free from the draining on, so reads and (but for
-// calls, which exclude one another) compaction go on.
+// A commit goes in this order, and a crash at any point leaves either the new commit or the commit before it,
+// whole: the active segments are flushed to the queue, the segments that hold newest versions are pinned, the
+// queue is drained, the segments' files and the names of new ones are synced, the manifest is written to a
+// temporary file, synced, renamed and its name synced. The mutex is free from the draining on, so reads and
+// (but for calls, which exclude one another) compaction go on.
 //
 // When a sync, or the manifest's replacement, fails half-way, the device's contents are unknown: from then on
 // every commit throws IoError until the store is opened anew. Rows can still be read and written.
 //
 // *Renewal* lets a store with one kept commit win back space without another commit: the last commit comes to
-// name copies instead of the segments that they were made from, so that these can go. Two kinds of rows must
-// be copied for that: newest versions, as ever, and versions that were superseded since the commit
-// (Segment::kept). Copies go to segments that hold nothing newer than the commit (Stream kOfCommit), or it
-// could not name them. A segment that the commit names a part of is left alone: a copy from it would be taken
-// for newer than rows that were appended to it since. The commit stays the same one, with the same rows,
-// whichever of the two manifests a crash leaves.
+// name copies instead of the segments that the copies were made from, so that these segments can go. Two
+// kinds of rows must be copied for that: newest versions, as ever, and versions that were superseded since
+// the commit (Segment::kept). Copies go to segments that hold nothing newer than the commit (Stream
+// kOfCommit), since the commit could not name other segments. A segment that the commit names a part of is
+// left alone: a copy from it would be taken for newer than rows that were appended to it since. The commit
+// stays the same one, with the same rows, whichever of the two manifests a crash leaves.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -46,18 +46,18 @@ class Committer {
   // Forgets a commit that is not the newest. Throws as Commit does, and InputError when it is not kept.
   void Drop(Lock& lock, std::uint64_t id);
 
-  // Nothing speaks against renewing the last commit: it is kept, and no other change is under way.
+  // Returns whether the last commit may be renewed: it is kept, and no other change is under way.
   bool CanRenew() const;
   // Writes the last commit anew, while CanRenew. The compactor has flushed the segments that it appends to.
   // Throws as Commit does.
   void Renew(Lock& lock);
   std::uint64_t renewals() const { return renewals_; }
 
-  // The last commit holds all that is in the store now: no row is superseded since. Commit does this itself;
-  // an opening calls it at its end.
+  // Notes that the last commit holds all that is in the store now: no row is superseded since. Commit does so
+  // itself; an opening calls this function at its end.
   void BeginInterval();
 
-  // Calls that wait for their turn throw ClosedError.
+  // Makes calls that wait for their turn throw ClosedError.
   void Stop() {
     stop_ = true;
     saved_.notify_all();

@@ -3,8 +3,8 @@
 // otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
 //
 // A copy changes nothing that a caller sees: Read gives the same bytes before and after. A row that is
-// damaged is not copied; its segment stays, is left alone from then on, and the error is reported to the
-// write queue, whose next ThrowPending throws it. The other parts reach the compactor through
+// damaged is not copied: its segment stays and is left alone from then on. The write queue gets the error,
+// and its next ThrowPending throws that error. The other parts reach the compactor through
 // store/compactor_control.h.
 //
 // The thread takes the store's mutex (store/store_mutex.h), gives way to reads within each batch of rows, and
@@ -39,11 +39,11 @@ class Compactor {
   void Start() {
     thread_ = std::thread([this] { Run(); });
   }
-  // After CompactorControl::Stop; without the mutex.
+  // Waits for the end of the thread. Call it after CompactorControl::Stop, without the mutex.
   void Join() {
     if (thread_.joinable()) thread_.join();
   }
-  // With the mutex held.
+  // Call it with the mutex held.
   std::uint64_t relocated_rows() const { return relocated_rows_; }
 
  private:

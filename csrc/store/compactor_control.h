@@ -1,5 +1,5 @@
-// Signals between the other parts of a store and its compactor. So these parts need not know the compactor,
-// which may use them.
+// Carries signals between the other parts of a store and its compactor. So the other parts need not know the
+// compactor, which may use them.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -15,14 +15,14 @@ namespace tierstore {
 
 // The space that a call waits for.
 struct CompactionDemand {
-  std::uint64_t bytes = 0;            // this much space
-  const RowClass* crowded = nullptr;  // an ordinal for a segment of this row size
-  bool all = false;                   // all space that compaction can win
+  std::uint64_t bytes = 0;            // the call needs this much space
+  const RowClass* crowded = nullptr;  // the call needs an ordinal for a segment of this row size
+  bool all = false;                   // the call asks for all space that compaction can win
 };
 
 class CompactorControl {
  public:
-  // There may be work: a segment has lost rows or a commit, or the cap has changed.
+  // Says that there may be work: a segment has lost rows or a commit, or the cap has changed.
   void Wake() {
     signal_ = true;
     work_.notify_one();
@@ -56,10 +56,10 @@ class CompactorControl {
 
   // The functions below are for the compactor.
   const CompactionDemand& demand() const { return demand_; }
-  // A scan looks at the state after all signals so far.
+  // Begins a scan, which looks at the state after all signals so far.
   void BeginScan() { signal_ = false; }
   void CountFruitlessScan() { ++fruitless_scans_; }
-  // Space was won, or a scan has ended.
+  // Says that space was won, or that a scan has ended.
   void NotifyProgress() { progress_.notify_all(); }
   void WaitForWork(Lock& lock) {
     work_.wait(lock, [this] { return stop_ || signal_; });

@@ -12,10 +12,10 @@
 
 namespace tierstore {
 
-// It needs no lock: only the atomic member changes after opening.
+// A context needs no lock: only its atomic member changes after opening.
 class StoreContext {
  public:
-  // `files` must live longer.
+  // `files` must live longer than the context.
   StoreContext(Env& files, std::string path, const StoreConfig& settings);
 
   Env& env;
@@ -25,7 +25,7 @@ class StoreContext {
 
   std::string PathOf(const std::string& name) const { return directory + "/" + name; }
 
-  // False in a forked child, which must not touch the parent's threads and files.
+  // Returns false in a forked child, which must not touch the parent's threads and files.
   bool InOwnProcess() const;
   // Throws ClosedError after MarkClosed and in a forked child.
   void CheckOpen() const;

@@ -1,5 +1,5 @@
-// Locations of ids that lie close together: the array of a *range* of ids has a location at the position of
-// each id. So no id is stored, and a lookup is exact and looks at one place.
+// Holds the locations of ids that lie close together: the array of a *range* of ids has a location at the
+// position of each id. So no id is stored, and a lookup is exact and looks at one place.
 //
 // A range is an aligned power of two of ids. Locations take as many bits as the largest location of their
 // range needs; when a longer location comes, the range is copied. WidenAhead copies most ranges before that,
@@ -37,17 +37,17 @@ class DenseRanges {
   bool Has(std::uint64_t id) const;
   void Prefetch(std::uint64_t id) const;
 
-  // False when no range has the id. Otherwise `location` becomes its location, or kAbsent.
+  // Returns false when no range has the id. Otherwise `location` becomes the id's location, or kAbsent.
   bool Find(std::uint64_t id, Location& location) const;
-  // The same with the former location; the id then has the new one. Throws std::bad_alloc with nothing
-  // changed.
+  // Returns false when no range has the id. Otherwise gives the id a new location, and `previous` the former
+  // one. Throws std::bad_alloc with nothing changed.
   bool Put(std::uint64_t id, Location location, Location& previous);
   // Copies one range that the locations to come will not fit. When they do come, a call that puts many rows
   // would otherwise copy a range for each.
   void WidenAhead();
 
-  // The same from different threads for ids of different ranges, without a count of ids that were absent, for
-  // locations that the range Fit.
+  // Does what Put does, for a location that the range has room for (Fit), but neither gives the former
+  // location nor counts ids that were absent. Different threads may set ids of different ranges.
   bool Set(std::uint64_t id, Location location);
   // Gives all ranges room for locations up to `most`. Throws std::bad_alloc.
   void Fit(Location most);
@@ -76,11 +76,11 @@ class DenseRanges {
   static std::size_t ArrayBytes(unsigned range_bits, unsigned bits) {
     return std::size_t{bits} << (range_bits - 3);
   }
-  // The location at a position of an array, or kAbsent; and how it is set.
+  // Return the location at a position of an array, or kAbsent; set it.
   static Location At(const std::byte* array, unsigned range_bits, unsigned bits, std::size_t position);
   static void SetAt(std::byte* array, unsigned range_bits, unsigned bits, std::size_t position,
                     Location location);
-  // What At gives where all bits are set, which no location is in arrays of so many bits.
+  // Returns what At gives where all bits are set. No location in arrays of so many bits has this value.
   static Location NoLocation(unsigned bits) { return (Location{1} << bits) - 2; }
 
   unsigned range_bits() const { return range_bits_; }
@@ -118,8 +118,8 @@ class DenseRanges {
   std::vector<Range> ranges_;         // in the order in which they were made
   std::vector<std::uint32_t> ranks_;  // a hash table of positions in ranges_, plus one
   std::vector<Pool> pools_;           // by bits, once there is a range
-  Location most_ = 0;                 // that was ever put
-  unsigned ahead_bits_ = 0;           // that ranges up to ahead_rank_ have at least
+  Location most_ = 0;                 // the largest location that was ever put
+  unsigned ahead_bits_ = 0;           // the least bits of ranges up to ahead_rank_
   std::size_t ahead_rank_ = 0;
   std::size_t count_ = 0;
 };

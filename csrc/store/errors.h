@@ -15,7 +15,7 @@ class FullError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Use after Close.
+// A call came after Close.
 class ClosedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -27,12 +27,12 @@ constexpr std::uint64_t RoundToBlock(std::uint64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-// What a file of another version is told to be.
+// Returns what an error says of a file of another version.
 std::string UnknownFormat(std::uint32_t version);
 
-// Places of the records of one row size. Records are packed into frames, and no record crosses into the next
-// frame; a frame is the smallest power of two, from one block on, that wastes at most 2 %, or kMaxFrameBytes.
-// So a small row is read with one block.
+// Says where the records of one row size lie in a segment. Records are packed into frames, and no record
+// crosses into the next frame; a frame is the smallest power of two, from one block on, that wastes at most 2
+// %, or kMaxFrameBytes. So a small row is read with one block.
 struct Geometry {
   std::uint32_t row_bytes = 0;
   std::uint32_t record_bytes = 0;
@@ -45,11 +45,11 @@ struct Geometry {
     return kSegmentHeaderBytes + std::uint64_t{slot / records_per_frame} * frame_bytes +
            std::uint64_t{slot % records_per_frame} * record_bytes;
   }
-  // First block boundary behind `slots` records.
+  // Returns the first block boundary behind `slots` records.
   std::uint64_t EndOffset(std::uint32_t slots) const;
-  // First slot that begins at or behind a block boundary.
+  // Returns the first slot that begins at a block boundary or behind it.
   std::uint32_t SlotAt(std::uint64_t offset) const;
-  // The number of slots of a segment of at most `bytes` (but at least one frame).
+  // Returns the number of slots of a segment of at most `bytes` (but at least one frame).
   std::uint32_t SlotsIn(std::uint64_t bytes) const;
 };
 
@@ -66,11 +66,12 @@ struct SegmentHeader {
   static SegmentHeader Decode(std::span<const std::byte> in, const std::string& path);
 };
 
-// The start value of a record's checksum: store and segment, so that a record of another file fails.
+// Returns the start value of a record's checksum, of store and segment: a record of another file fails.
 std::uint32_t RecordCrcPrefix(const StoreId& store, std::uint32_t segment);
 
-// A record is crc (u32), epoch (u32), key (u64), row. Epoch: number of the segment that the row was first
-// written to; 0 marks a void, a slot that was skipped so that a commit's last block is never written again.
+// A record is crc (u32), epoch (u32), key (u64), row. The epoch is the number of the segment that the row was
+// first written to. An epoch of 0 marks a void, a slot that was skipped so that a commit's last block is
+// never written again.
 struct RecordHeader {
   std::uint32_t crc;
   std::uint32_t epoch;

@@ -1,14 +1,15 @@
-// The locations of one table's rows: an exact map from 48-bit ids to 40-bit locations. An entry takes 10
-// bytes, or 9 where there are many.
+// Holds the locations of one table's rows: an exact map from 48-bit ids to 40-bit locations. An entry takes
+// 10 bytes, or 9 where there are many entries.
 //
-// Open addressing over one array that is kept sorted by a permutation h of the id, so the id is recovered
-// from its entry: no false hits, no reads to tell rows apart, and the keys can be listed. An entry lies at
-// home(h) = h·capacity/2^48 or, when that is taken, to the left of it, after all entries with smaller h.
+// The map is an array with open addressing, kept sorted by a permutation h of the id, so the id is recovered
+// from its entry. Hence there are no false hits, no reads to tell rows apart, and the keys can be listed. An
+// entry lies at home(h) = h·capacity/2^48 or, when that place is taken, to the left of it, after all entries
+// with smaller h.
 //
 // The position of an entry implies most of the upper bits of its h. A larger index therefore stores only 40
 // of the 48 bits, has more empty positions in the same memory, and grows in longer strides, which makes
-// insertions fast. Its entries must lie within reach_ positions of their homes. Only ids that were chosen for
-// it violate that; then the index goes back to entries with all bits.
+// insertions fast. Its entries must lie within reach_ positions of their homes. Only ids that
+// somebody chose so lie farther away; then the index goes back to entries with all bits.
 //
 // A location takes 4 bytes of an entry, as long as no location needs more. From 2^26 rows on 32 bits of h are
 // enough, and a location takes 5 of the 9 bytes. A smaller index that gets a location beyond 32 bits is
@@ -50,7 +51,7 @@ class TableIndex {
   TableIndex(TableIndex&&) = default;
   TableIndex& operator=(TableIndex&&) = default;
 
-  // Location of each id, or kAbsent. Only the lower 48 bits of `ids` count, here and below.
+  // Gives the location of each id, or kAbsent. Only the lower 48 bits of `ids` count, here and below.
   void Find(const std::uint64_t* ids, std::size_t n, Location* locations) const;
   Location Find(std::uint64_t id) const;
 
@@ -58,21 +59,21 @@ class TableIndex {
   // std::bad_alloc after setting the entries before the failed one.
   void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
   Location Put(std::uint64_t id, Location location);
-  // Takes an id out and returns its location or kAbsent. Not while the index IsGrowing.
+  // Takes an id out and returns its location or kAbsent. The index must not be growing (IsGrowing).
   Location Erase(std::uint64_t id);
   // Growth goes on with insertions, and by this many positions with GoOnGrowing.
   bool IsGrowing() const { return old_end_ >= 0; }
   void GoOnGrowing(std::size_t positions) {
     if (IsGrowing()) MoveSome(positions);
   }
-  // Less than a quarter of the memory is in use, and there is much of it.
+  // Returns whether less than a quarter of the memory is in use, and the memory is large.
   bool IsSparse() const;
-  // An empty index of the same order, with as much memory as these entries need.
+  // Returns an empty index of the same order, with as much memory as these entries need.
   TableIndex Smaller() const;
-  // For ids that are about to be found or put, one by one.
+  // Fetches what Find or Put of the id will read into the processor's cache.
   void Prefetch(std::uint64_t id) const;
 
-  // Bijection of 48 bits.
+  // A bijection of 48 bits.
   struct Permutation {
     std::uint64_t flip, factors[2], inverses[2];
 
@@ -91,10 +92,10 @@ class TableIndex {
                      std::vector<Location>* locations) const;
   static std::uint64_t ListPlace(const Permutation& order, std::uint64_t id);
 
-  // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
-  // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
-  // Reserve, then Append in the same order; false when an entry is not in order, and the index must be
-  // discarded. Another index can restore a dump only if HasOwnOrder is false.
+  // A dump has all entries in descending order of h, for snapshots. Dump copies the next entries (0 at the
+  // end) and moves the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an
+  // empty index: Reserve, then Append in the same order; false when an entry is not in order, and the index
+  // must be discarded. Another index can restore a dump only if HasOwnOrder is false.
   struct Entry {
     std::uint64_t hash;
     Location location;
@@ -103,20 +104,20 @@ class TableIndex {
     return static_cast<std::int64_t>(slack_ + std::max(capacity_, old_capacity_));
   }
   std::size_t Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const;
-  // The same, while entries are put between calls and the index keeps its order: copies the next entries with
-  // hashes below `bound` (kNoBound at first), which becomes that of the last one.
+  // Makes a dump while entries are put between calls and the index keeps its order: copies the next entries
+  // with hashes below `bound` (kNoBound at first), which becomes the hash of the last entry.
   static constexpr std::uint64_t kNoBound = std::uint64_t{1} << 48;
   std::size_t DumpBelow(std::uint64_t& bound, Entry* out, std::size_t limit) const;
-  // The first entry of a Dump; false when there is none. `end` begins as DumpBegin(), and nothing may be put
-  // until it is not needed any more.
+  // Gives the first entry of a Dump; false when there is none. `end` begins as DumpBegin(), and nothing may
+  // be put while `end` is needed.
   bool First(std::int64_t& end, Entry& out) const;
   void Reserve(std::size_t entries, Location most = 0);
   bool Append(const Entry* entries, std::size_t n);
-  // The same from several threads, after Reserve for all entries with locations up to `most`: each thread
-  // places pieces of the dump. What lies at the end of a piece goes to `spilled`, for Settle, which comes
-  // after all pieces with the number of all entries; the caller sees to it that pieces follow one another in
-  // descending order. False when the entries are not in order, or not such as this index was reserved for:
-  // then Append may still restore the dump, into another index.
+  // Restores a dump from several threads, after Reserve for all entries with locations up to `most`: each
+  // thread places pieces of the dump. What lies at the end of a piece goes to `spilled`, for Settle, which
+  // comes after all pieces with the number of all entries; the caller sees to it that pieces follow one
+  // another in descending order. False when the entries are not in order, or not such as this index was
+  // reserved for: then Append may still restore the dump, into another index.
   bool Place(const Entry* entries, std::size_t n, std::vector<Entry>& spilled);
   void Settle(const std::vector<Entry>& spilled, std::size_t entries);
 
@@ -125,13 +126,13 @@ class TableIndex {
   const Permutation& order() const { return order_; }
   std::uint64_t IdOf(const Entry& entry) const { return order_.IdOf(entry.hash); }
 
-  // Up to this location Put of an id that is there changes no other entry.
+  // Returns the largest location that Put can give an id that is there without changing other entries.
   Location most_location() const { return most_location_; }
 
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return memory_.bytes(); }
 
-  // The permutation that every index begins with, and its inverse.
+  // Apply the permutation that every index begins with, and its inverse.
   static std::uint64_t Permute(std::uint64_t id);
   static std::uint64_t Unpermute(std::uint64_t h);
 
@@ -163,7 +164,7 @@ class TableIndex {
   static constexpr std::uint64_t kWithinStripe = (std::uint64_t{1} << kStripeShift) - 1;
 
   std::byte* At(Position p) const { return base_ + p * entry_bytes_; }
-  // The last 8 bytes of an entry: the location's, and before them the upper stored bits of h.
+  // Returns the last 8 bytes of an entry: they end with the location, behind the upper stored bits of h.
   std::uint64_t LastWordAt(Position p) const {
     std::uint64_t word;
     std::memcpy(&word, At(p) + entry_bytes_ - 8, sizeof word);
@@ -228,7 +229,7 @@ class TableIndex {
   const Layout* layout_ = nullptr;
   Position entry_bytes_ = 0;
   Format format_;
-  Location most_location_ = 0;  // that all entries can hold
+  Location most_location_ = 0;  // the largest location that all entries can hold
   Position reach_ = 0;          // how far left of its home an entry may lie
   std::uint64_t step_ = 0;      // between the h of two homes, times 2^16
 

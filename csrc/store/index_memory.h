@@ -1,5 +1,5 @@
-// The array of an index: zeros at first, growing at its right end, in huge pages once it is large. A forked
-// child does not get it.
+// The array of an index. The array is zeros at first, grows at its right end, and lies in huge pages once it
+// is large. A forked child does not get it.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ class IndexMemory {
   void Reserve(std::size_t bytes);
 
   std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0, reserved_bytes_ = 0;  // the latter in address space
+  std::size_t bytes_ = 0, reserved_bytes_ = 0;  // bytes in use, and of address space
   unsigned fork_count_ = ForkCount();
 };
 

@@ -34,8 +34,8 @@ class IndexRebuild {
     const SnapshotHeader::RowClass& row_class;
     const std::vector<SegmentPtr>& segments;  // by ordinal of the snapshot
 
-    // Makes the entries' locations those of this store, and adds to `live`, by ordinal of the snapshot. Drops
-    // entries that are kChanged: a replay brings their rows. False when nothing is there.
+    // Makes the entries' locations locations of this store, and adds to `live`, by ordinal of the snapshot.
+    // Drops entries that are kChanged: a replay brings their rows. Returns false when a location has no row.
     bool Translate(std::vector<TableIndex::Entry>& entries, std::vector<std::uint32_t>& live) const;
     void AddLive(const std::vector<std::uint32_t>& live) const;
   };

@@ -1,12 +1,13 @@
-// Puts rows that a snapshot lacks, or all rows, into the index: from the footers (or records) of segments.
+// Puts rows that a snapshot lacks, or all rows, into the index. The rows come from the footers (or records)
+// of segments.
 //
 // Segments may come in any order. Of two versions of a row the version with the higher epoch is newer; with
 // equal epochs the relocated version is, since compaction copies the newest version of a finished segment.
 // Versions in a snapshot are older than all versions outside of it.
 //
-// Some millions of slots are replayed at once. Their keys are divided by where in the index they are, so that
-// threads work at different places of it: they change locations in place. Keys that the hash index lacks make
-// it grow, so one thread puts them afterwards.
+// Some millions of slots are replayed at once. Their keys are divided by their place in the index, so that
+// threads work at different places: each thread changes locations in place. Keys that the hash index lacks
+// make the index grow, so one thread puts these keys afterwards.
 //
 // The store's mutex is held throughout.
 #pragma once
@@ -32,7 +33,7 @@ using ReplaySources = std::map<const RowClass*, std::vector<ReplaySource>>;  // 
 
 class IndexReplay {
  public:
-  // Of each segment of the row classes there is a source.
+  // `sources` has a source for each segment of the row classes.
   IndexReplay(const StoreContext& context, StoreState& state, Snapshots& snapshots, ReplaySources& sources)
       : context_(context), state_(state), snapshots_(snapshots), sources_(sources) {}
 

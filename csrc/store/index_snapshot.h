@@ -24,7 +24,7 @@ namespace tierstore {
 inline constexpr char kSnapshotName[] = "INDEX";
 inline constexpr char kSnapshotTemporaryName[] = "INDEX.tmp";
 
-// In place of a location: the row has a version behind the slots of the snapshot.
+// Stands in place of a location: the row has a version behind the slots of the snapshot.
 inline constexpr Location kChanged = (Location{1} << TableIndex::kLocationBits) - 1;
 
 struct SnapshotHeader {
@@ -63,19 +63,19 @@ struct SnapshotHeader {
 // Writes a snapshot front to back to INDEX.tmp. All functions throw IoError.
 class SnapshotWriter {
  public:
-  // Begins a file. `header`: as Install will get it, but for the commit, the numbers of entries, and the bits
-  // of ranges.
+  // Begins a file. `header` is what Install will get, but for the commit, the numbers of entries, and the
+  // bits of ranges.
   SnapshotWriter(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header);
 
-  // The next entries of a table: SnapshotReader::kEntriesPerGroup of them, but for its last ones.
+  // Adds the next entries of a table: SnapshotReader::kEntriesPerGroup entries, but fewer at the table's end.
   void AddGroup(const TableIndex::Entry* entries, std::size_t n);
-  // The next range of a table, behind its entries.
+  // Adds the next range of a table, behind the table's entries.
   void AddRange(const std::byte* array, std::size_t size);
   std::uint64_t bytes() const { return bytes_; }
   // Makes what was added durable.
   void Finish();
-  // Puts the file in place of the old snapshot, durably. When this throws, either may be in place. Returns
-  // the file's size.
+  // Puts the file in place of the old snapshot, durably. When this function throws, either snapshot may be in
+  // place. Returns the file's size.
   std::uint64_t Install(const SnapshotHeader& header);
 
  private:
@@ -106,10 +106,10 @@ class SnapshotReader {
     std::vector<TableIndex::Entry> entries;
     AlignedBuffer bytes;
   };
-  // Reads the entries of some groups of a table, in their order; locations may be kChanged. False when they
-  // are damaged. From any thread; throws IoError.
+  // Reads the entries of some groups of a table, in their order; locations may be kChanged. Returns
+  // false when the entries are damaged. Any thread may call it. Throws IoError.
   bool Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups, Groups& out) const;
-  // The same of a dense range: `entries` gets ids in place of hashes.
+  // Reads the entries of a dense range in the same way: `entries` gets ids in place of hashes.
   bool ReadRange(std::size_t table, std::size_t range, Groups& out) const;
 
  private:

@@ -21,7 +21,7 @@ struct SegmentExtent {
 
 struct CommitRecord {
   std::uint64_t id = 0;
-  std::uint64_t history = 0;  // grows when a store goes on from another commit than its newest
+  std::uint64_t history = 0;  // a number that grows when a store goes on from an older commit
   std::int64_t unix_nanoseconds = 0;
   std::string tag;   // "" for none
   std::string meta;  // any bytes
@@ -34,7 +34,7 @@ struct Manifest {
   StoreId store{};
   std::uint64_t next_commit = 1;
   std::uint32_t next_segment = 1;
-  std::vector<CommitRecord> commits;  // kept ones, oldest first
+  std::vector<CommitRecord> commits;  // the kept commits, the oldest first
 
   Bytes Encode() const;
   std::uint64_t EncodedBytes() const;
@@ -42,9 +42,10 @@ struct Manifest {
 
   // Returns nothing when there is no manifest yet.
   static std::optional<Manifest> Load(Env& env, const std::string& directory);
-  // First step of replacing the manifest: writes the temporary file, durably. Returns its size.
+  // Makes the first step of replacing the manifest: writes the temporary file, durably. Returns its size.
   std::uint64_t WriteTemporary(Env& env, const std::string& directory) const;
-  // Second step. Returns when the new manifest is durable. When it throws, either manifest may be in force.
+  // Makes the second step. Returns when the new manifest is durable. When this function throws, either
+  // manifest may be in force.
   static void Install(Env& env, const std::string& directory);
 };
 
@@ -52,10 +53,10 @@ inline constexpr char kManifestName[] = "MANIFEST";
 inline constexpr char kManifestTemporaryName[] = "MANIFEST.tmp";
 
 std::string SegmentName(std::uint32_t number);  // "00000042.seg"
-// The number in a segment's name; nothing for other names.
+// Returns the number in a segment's name; nothing for other names.
 std::optional<std::uint32_t> ParseSegmentName(const std::string& name);
 
-// Contents of a small file, at most `limit` bytes.
+// Returns the contents of a small file, which has at most `limit` bytes.
 Bytes ReadWholeFile(Env& env, const std::string& path, std::uint64_t limit);
 
 }  // namespace tierstore

@@ -1,5 +1,6 @@
-// The cost of reads of different sizes on the device of a store: measured once, by reading the store's own
-// segments, and kept in the file DEVICE beside them. docs/reference/formats.md specifies its bytes.
+// What reads of different sizes cost on the device of a store. The costs are measured once, by reading the
+// store's own segments, and are kept in the file DEVICE beside the segments. docs/reference/formats.md
+// specifies its bytes.
 #pragma once
 
 #include <array>
@@ -20,15 +21,15 @@ struct ReadCost {
 
   std::array<std::uint32_t, 3> nanoseconds{};  // per read of each size, many in flight
 
-  // The largest gap between two rows for which one read of both rows costs less than two reads.
+  // Returns the largest gap between two rows for which one read of both rows costs less than two reads.
   std::uint64_t MergeGap() const;
 
-  // Random reads of the files (each of 64 KiB at least): about a tenth of a second. Throws IoError.
+  // Reads the files (each of 64 KiB at least) at random places for a tenth of a second. Throws IoError.
   static ReadCost Measure(BatchReader& reader, const std::vector<File*>& files);
 
   // Returns nothing when the file is missing or damaged.
   static std::optional<ReadCost> Load(Env& env, const std::string& directory);
-  // Returns the file's size. It is not synced: after a crash the costs are measured again.
+  // Writes the file and returns its size. The file is not synced: after a crash the costs are measured again.
   std::uint64_t Save(Env& env, const std::string& directory) const;
 };
 

@@ -2,10 +2,10 @@
 // of their places, with rows that are near one another in one request.
 //
 // Reads come from any thread, beside all other calls. A read takes the store's mutex (store/store_mutex.h)
-// for a moment per thousand rows, and none of the mutexes of calls. Files are read without it, one batch at a
-// time in each of three lanes. A batch goes to the lane with the least work, but large ones to the first lane
-// only, and the third lane is for small ones. So a small batch never waits until a larger one is read, while
-// two threads read ahead.
+// for a moment per thousand rows, and none of the mutexes of calls. Files are read without that mutex, one
+// batch at a time in each of three lanes. A batch goes to the lane with the least work; but large batches go
+// to the first lane only, and the third lane is for small batches. So a small batch never waits until a
+// larger one is read, while two threads read ahead.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ struct ReadCounters {
   std::uint64_t merge_gap_bytes = 0;  // between rows that are read at once; 0 until the device was measured
 };
 
-// Where the rows of a read go: row i to `rows` + i·row_bytes, or + slots[i]·row_bytes.
+// Says where the rows of a read go: row i goes to `rows` + i·row_bytes, or to `rows` + slots[i]·row_bytes.
 struct ReadTarget {
   std::byte* rows;
   std::uint32_t row_bytes;
@@ -36,7 +36,7 @@ struct ReadTarget {
     const std::size_t slot = slots == nullptr ? i : static_cast<std::size_t>(slots[i]);
     return rows + slot * row_bytes;
   }
-  // Of the rows from row i on.
+  // Returns the target of the rows from row i on.
   ReadTarget From(std::size_t i) const {
     if (slots != nullptr) return {rows, row_bytes, slots + i};
     return {rows + i * row_bytes, row_bytes};
@@ -51,19 +51,19 @@ class Reader {
   Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
          std::atomic<int>& reads);
 
-  // As Store::Read and Store::Places say.
+  // These do what Store::Read and Store::Places say.
   void Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);
   void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
 
   // Sets the largest gap between rows that one request reads, as an earlier opening has measured it.
   void SetMergeGap(std::uint64_t bytes) { merge_gap_bytes_ = bytes; }
   ReadCounters counters() const { return {read_rows_, read_bytes_, read_requests_, merge_gap_bytes_}; }
-  // "io_uring", "pread" or a test double's; not after Close.
+  // Names how files are read: "uring", "pread" or a test double. Not after Close.
   std::string io() const { return lanes_[0].reader->name(); }
 
   // Waits for reads from files; none begins while the result lives.
   [[nodiscard]] auto Exclude() { return std::scoped_lock(lanes_[0].mutex, lanes_[1].mutex, lanes_[2].mutex); }
-  // While reads are excluded.
+  // Call it while reads are excluded.
   void Close() {
     for (Lane& lane : lanes_) lane.reader.reset();
   }
@@ -75,7 +75,7 @@ class Reader {
   struct Lane {
     std::timed_mutex mutex;               // taken before the store's mutex
     std::unique_ptr<BatchReader> reader;  // used with the lane's mutex held; made when first needed
-    std::atomic<std::size_t> rows{0};     // being read or waiting
+    std::atomic<std::size_t> rows{0};     // rows that are read or wait
   };
 
   void ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);

@@ -1,5 +1,5 @@
-// The location of the newest version of each row: an index per table, over the segments of the table's row
-// size.
+// Knows the location of the newest version of each row. Each table has an index over the segments of the
+// table's row size.
 //
 // Tables of one row size share a row class, and with it segments. Tables and row classes are never removed
 // while the store is open, so references to them stay valid; segments come and go.
@@ -28,20 +28,20 @@ class RowIndex {
 
   RowIndex(const StoreContext& context, SegmentSet& segments);
 
-  // The class of a row size, made when first asked for.
+  // Returns the class of a row size, which the first call makes.
   RowClass& ClassFor(std::uint32_t row_bytes);
   const std::map<std::uint32_t, std::unique_ptr<RowClass>>& classes() const { return classes_; }
-  // The most bytes that a new segment of any class takes.
+  // Returns the most bytes that a new segment of any class takes.
   std::uint64_t LargestSegmentBytes() const;
 
-  // The table, made when first asked for. Throws InputError when rows of this size cannot be stored, or when
-  // the table's rows have another size.
+  // Returns the table, which the first call makes. Throws InputError when rows of this size cannot be stored,
+  // or when the table's rows have another size.
   Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
-  // nullptr when there is none.
+  // Returns nullptr when there is no such table.
   Table* FindTable(std::uint32_t table) const {
     return table < tables_.size() ? tables_[table].get() : nullptr;
   }
-  // By number; null where there is none.
+  // Returns the tables by number; null where there is none.
   const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
 
   // Gives the location of each key, or TableIndex::kAbsent where its table has rows of another size.

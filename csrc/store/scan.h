@@ -1,13 +1,13 @@
-// Scans: all rows of some tables, in the order in which the segments' files hold them, so that the device
-// reads long stretches. Several segments are read and checked at a time.
+// Scans read all rows of some tables, in the order in which the segments' files hold the rows, so that the
+// device reads long stretches. Several segments are read and checked at a time.
 //
 // A scan gives each row that is stored when it begins, once, in a version that is the newest when the scan
 // comes to it; rows that are stored for the first time later do not come. Other calls and the compactor go on
 // meanwhile (store/scan_capture.h says how no row is missed): between two calls of Next the scan holds no
 // lock, no file and no space, so it may be left alone for as long as its user likes.
 //
-// Every record is checked as a read checks it. A damaged record without newest version is passed over; the
-// row of any other is read once more as Reader reads it, and throws what that throws.
+// Every record is checked as a read checks it. A damaged record that is no newest version is passed over.
+// The row of any other damaged record is read once more, by Reader, whose error the call throws.
 //
 // Each look at the index takes the store's mutex (store/store_mutex.h) for at most a thousand rows.
 #pragma once
@@ -36,7 +36,7 @@ struct ScanBatch {
 // A scan under way. One thread at a time may use it, and it must not outlive its store.
 class Scan {
  public:
-  // Begins here. Tables that have no rows need not exist.
+  // Begins the scan. Tables that have no rows need not exist.
   Scan(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
        Reader& reader, const std::vector<std::uint32_t>& tables);
   ~Scan();
@@ -44,8 +44,8 @@ class Scan {
   Scan& operator=(const Scan&) = delete;
 
   bool InOwnProcess() const { return context_.InOwnProcess(); }
-  // The next rows, some megabytes of them; none at the end. A call that throws ends the scan. While the store
-  // may not be closed (Store::Next).
+  // Returns the next rows, some megabytes; none at the end. A call that throws ends the scan. The store must
+  // not be closed meanwhile (Store::Next).
   std::vector<ScanBatch> Next();
 
  private:
@@ -79,7 +79,7 @@ class Scan {
   ScanCapture capture_;  // told by state_.rows of rows that leave their slots
   std::vector<Cursor> cursors_;
   std::size_t class_at_ = 0, ordinal_at_ = 0;  // the next segment without a cursor
-  bool ended_ = false;                         // by an error
+  bool ended_ = false;                         // whether an error has ended the scan
 };
 
 }  // namespace tierstore

@@ -1,9 +1,9 @@
-// What a scan (store/scan.h) has to give: the rows that were stored when it began, by segment.
+// Knows what a scan (store/scan.h) has to give: the rows that were stored when the scan began, by segment.
 //
 // Rows are only ever appended. So each row lies in exactly one captured slot, and once it is written anew or
 // copied it lies behind all captured slots, for good. If the scan has not come to the slot by then, the row
-// is late: the capture notes its key, and the scan reads the newest version by that. Memory: 40 bytes per
-// segment, and 8 bytes per late row that was not yet read.
+// is late: the capture notes its key, by which the scan reads the newest version. A capture takes 40 bytes
+// per segment, and 8 bytes per late row that was not yet read.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -28,10 +28,10 @@ class ScanCapture {
     RowClass* row_class;
     std::vector<Part> parts;          // by ordinal
     std::vector<std::uint64_t> late;  // keys
-    bool urgent = false;              // some of them lie in damaged records
+    bool urgent = false;              // whether late rows lie in damaged records
   };
 
-  // Only rows of `tables` become late.
+  // Begins with nothing captured. Only rows of `tables` become late.
   explicit ScanCapture(const std::vector<std::uint32_t>& tables);
 
   // Captures all rows of a row size.

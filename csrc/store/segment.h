@@ -1,4 +1,4 @@
-// Segments in memory: their state, and the chunks of rows that are not yet in their file.
+// Segments in memory have a state, and chunks of rows that are not yet in their file.
 //
 // The store's mutex guards every member that does not say otherwise.
 #pragma once
@@ -21,7 +21,7 @@ namespace tierstore {
 // A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; bytes up to
 // `queued` are on their way to the file and no longer change; bytes up to `written` are in the file.
 struct Chunk {
-  // Usually; of whole frames, so no record is in two chunks.
+  // The usual size of a chunk. A chunk has whole frames, so no record is in two chunks.
   static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;
 
   AlignedBuffer buffer;
@@ -37,7 +37,7 @@ struct RowClass;
 // Slots of segments that are not retired.
 struct Counts {
   std::uint64_t slots = 0, live = 0;
-  std::uint64_t kept = 0;  // in segments that are not older than the interval
+  std::uint64_t kept = 0;  // rows in segments that are not older than the interval
 
   // Slots whose rows are superseded, but for those that last (Segment::Lasting).
   std::uint64_t Dead() const { return slots - live - kept; }
@@ -62,8 +62,8 @@ struct Segment {
   std::uint32_t committed_slots = 0;     // leading slots that hold nothing newer than that commit
   std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
   Stream stream = kFromCallers;
-  bool older = false;           // than the interval since the last commit
-  bool in_last_commit = false;  // named by it
+  bool older = false;           // older than the interval since the last commit
+  bool in_last_commit = false;  // named by the last commit
 
   std::uint32_t number = 0;
   std::uint32_t capacity = 0;  // slots that it may come to have
@@ -94,37 +94,39 @@ struct Segment {
 
   std::uint32_t CommittedSlots() const { return stream == kOfCommit ? slots : committed_slots; }
   bool IsKept(std::uint32_t slot) const { return kept > 0 && (kept_bits[slot / 64] >> slot % 64 & 1) != 0; }
-  // The row at `slot` is superseded.
+  // Keeps the row at `slot`, which is superseded, for the last commit; or forgets that it is kept.
   void Keep(std::uint32_t slot);
   void Unkeep(std::uint32_t slot);
-  // The interval since the last commit begins anew, or the segment holds no newest version any more.
+  // Notes that the interval since the last commit begins anew, or that the segment holds no newest version
+  // any more.
   void BeginInterval();
   void Retire();
   // Changes `slots` and `live`, and the counts of the row class.
   void AddSlots(std::uint32_t n);
   void AddLive(std::int64_t n);
   Counts Count() const { return retired ? Counts{} : Counts{slots, live, older ? 0 : kept}; }
-  // Rows without which the segment can go, also from the last commit.
+  // Returns the rows without which the segment can go, also from the last commit.
   std::uint32_t Needed() const { return live + kept; }
-  // Rows that compaction copies when space is not short. Rows that only the last commit keeps stay in the
-  // segment, since the next commit drops them. Rows that were copied since the commit do not stay: their
-  // segment would be taken apart again and again.
+  // Returns the rows that compaction copies when space is not short. Rows that only the last commit keeps
+  // stay in the segment, since the next commit drops them. Rows that were copied since the commit do not
+  // stay: their segment would be taken apart again and again.
   std::uint32_t Lasting() const { return older ? live : Needed(); }
-  // Only the last commit names the segment, and it needs no row of it.
+  // Returns whether only the last commit names the segment, and needs no row of it.
   bool IsReleased() const { return retired && kept == 0 && pins == 1 && in_last_commit; }
-  // The segment is written whole and no longer in memory, so that compaction can read it from its file.
+  // Returns whether the segment is written whole and no longer in memory, so that compaction can read it from
+  // its file.
   bool IsComplete() const { return sealed && chunks.empty(); }
   SegmentHeader Header(const StoreId& store) const;
   // The bytes of copies of this many of its rows, with their part of header and footer.
   std::uint64_t BytesOfCopies(std::uint32_t rows) const;
 
-  // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
-  // one is full and closed. `chunks` then still holds what is being written, or nothing.
+  // Returns the chunk that records are appended to; nullptr when there is none, because nothing is appended
+  // yet or the last chunk is full and closed. `chunks` then still holds what is being written, or nothing.
   std::shared_ptr<Chunk> OpenChunk() const {
     return chunks.empty() || chunks.back()->last ? nullptr : chunks.back();
   }
 
-  // The chunk whose valid bytes hold this offset, or nullptr when they are in the file.
+  // Returns the chunk whose valid bytes hold this offset, or nullptr when the bytes are in the file.
   const Chunk* ChunkAt(std::uint64_t at) const {
     for (const auto& chunk : chunks) {
       if (at >= chunk->offset + chunk->begin && at < chunk->offset + chunk->filled) return chunk.get();
@@ -154,7 +156,7 @@ struct RowClass {
   void GrowSegments(std::uint64_t bytes) {
     slots_per_segment = std::max(slots_per_segment, geometry.SlotsIn(bytes));
   }
-  // At least this many, for a store with this many locations.
+  // Sets the bits of a slot, at least this many, for a store with this many locations.
   void SetSlotBits(unsigned bits, std::uint64_t locations) {
     slot_bits = std::max(slot_bits, bits);
     max_ordinals = locations >> slot_bits;
@@ -163,7 +165,8 @@ struct RowClass {
     return max_ordinals > used_ordinals ? max_ordinals - used_ordinals : 0;
   }
 
-  // There is a place for a segment of callers, besides the segments that compaction copies to.
+  // Returns whether there is a place for a segment of callers, besides the segments that compaction copies
+  // to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
   // Gives the segment the first free ordinal, or (cheaper) one behind all others.
   void AddSegment(const SegmentPtr& segment);
@@ -178,9 +181,10 @@ struct RowClass {
   Location LocationOf(const Segment& segment, std::uint32_t slot) const {
     return Location{segment.ordinal} << slot_bits | slot;
   }
-  // A number that grows with locations, but without gaps where slot bits leave room for larger segments: a
-  // reader that goes through all places in equal steps then finds rows at each of them. An ordinal keeps its
-  // places; where a larger segment takes it, the last places are the next ordinal's, too.
+  // Returns a number that grows with locations, but without gaps where slot bits leave room for larger
+  // segments: a reader that goes through all places in equal steps then finds rows at each of them. An
+  // ordinal keeps its places; where a larger segment takes the ordinal, the last places are the next
+  // ordinal's, too.
   std::uint64_t PlaceOf(Location location) const {
     return first_places[location >> slot_bits] + SlotOf(location);
   }
@@ -188,7 +192,8 @@ struct RowClass {
   std::uint32_t SlotOf(Location location) const {
     return static_cast<std::uint32_t>(location) & ((1u << slot_bits) - 1);
   }
-  // The bytes of this many copies with their part of the header, and with as much of a footer for each.
+  // Returns the bytes of this many copies with their part of the header, and with as much of a footer for
+  // each.
   std::uint64_t BytesOf(std::uint32_t slots, std::uint64_t footer_bits) const {
     return geometry.EndOffset(slots_per_segment) * slots / slots_per_segment + slots * footer_bits / 8;
   }
@@ -221,9 +226,10 @@ inline void Segment::Keep(std::uint32_t slot) {
   if (!older) ++row_class->counts.kept;
 }
 
-// The keys (and, of copies, the epochs) of the segment's slots, and which of them are voids: from its footer
-// or, where there is no valid one, from the records of the slots from `first_slot` on; what comes before may
-// then be missing (0). Throws CorruptError when one of those records is damaged, IoError, CallEnded.
+// Returns the keys (and, of copies, the epochs) of the segment's slots, and which slots are voids. They come
+// from the footer or, where no footer is valid, from the records of the slots from `first_slot` on; the keys
+// of earlier slots may then be missing (0). Throws CorruptError when one of those records is damaged,
+// IoError, CallEnded.
 Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot);
 
 }  // namespace tierstore

@@ -1,4 +1,4 @@
-// All segments of a store that have a file, from their creation to the removal of the file.
+// Holds all segments of a store that have a file, from their creation to the removal of the file.
 //
 // A segment is *retired* when it is written whole and holds no newest version of a row: its ordinal, its part
 // of the index's address space, is free for another segment. It is *doomed* when moreover no kept commit
@@ -30,12 +30,12 @@ class SegmentSet {
   // The segment must be there.
   const SegmentPtr& At(std::uint32_t number) const { return segments_.at(number); }
 
-  // A number that no segment of this store has had. Throws FullError when all are used up.
+  // Returns a number that no segment of this store has had. Throws FullError when all are used up.
   std::uint32_t TakeNumber();
   std::uint32_t next_number() const { return next_number_; }
   void SkipNumbersBelow(std::uint32_t number) { next_number_ = std::max(next_number_, number); }
 
-  // A segment file was created, so the next Sync syncs the directory, too.
+  // Notes that a segment file was created: the next Sync syncs the directory, too.
   void NoteCreated() { names_unsynced_ = true; }
   void Add(const SegmentPtr& segment) { segments_[segment->number] = segment; }
 
@@ -45,7 +45,7 @@ class SegmentSet {
   // Counts the segment's bytes as released, or not, as Segment::IsReleased now says.
   void UpdateReleased(Segment& segment);
   std::uint64_t released_bytes() const { return released_bytes_; }
-  // The segment is full, and its last chunks are queued.
+  // Notes that the segment is full, and that its last chunks are queued.
   void NoteSealed(Segment& segment);
   bool AnyBeingWritten() const { return being_written_ > 0; }
 
@@ -63,8 +63,8 @@ class SegmentSet {
   // Whether a doomed segment waits for a read to end: that read then wakes the compactor. Needs no lock.
   bool removal_waits() const { return removal_waits_; }
 
-  // Makes the segments' files, and the names of new files, durable. When it throws (IoError, CallEnded), the
-  // next Sync completes the work.
+  // Makes the segments' files, and the names of new files, durable. When this function throws (IoError,
+  // CallEnded), the next Sync completes the work.
   void Sync(Lock& lock, const std::vector<SegmentExtent>& extents);
 
   // Closes all files.
@@ -80,7 +80,7 @@ class SegmentSet {
   std::size_t being_written_ = 0;
   bool names_unsynced_ = false;             // a segment was created since the directory was synced
   std::vector<SegmentPtr> doomed_;          // to be removed
-  std::atomic<bool> removal_waits_{false};  // of some of them, for a read to end
+  std::atomic<bool> removal_waits_{false};  // whether a doomed segment waits for a read to end
 };
 
 }  // namespace tierstore

@@ -1,17 +1,17 @@
 // Copies the index to a snapshot file while calls and compaction go on.
 //
-// A walk begins at a commit, which gives the position in the log: all rows that there are then. It copies
-// some entries at a time. An entry whose row was written or copied since the walk began is copied as
+// A walk begins at a commit. The commit gives the position in the log: all rows that there are then. The walk
+// copies some entries at a time. An entry whose row was written or copied since the walk began is copied as
 // kChanged, since its version before the position is not known any more; a replay will find the row's newest
-// version. Hence the snapshot serves the commits that are made when the walk has ended, and the last one
-// before if no row has changed since.
+// version. Hence the snapshot serves the commits that are made when the walk has ended, and the last commit
+// before that if no row has changed since.
 //
-// Why at a commit, once it is durable: until then compaction may copy versions that the commit before needs
-// and that are superseded already (Committer, renewal). Such a copy has the epoch of its source. Behind the
-// position a replay would take it for newer than the version that the walk has found.
+// A walk begins once its commit is durable, for this reason: until then compaction may copy versions that the
+// commit before needs and that are superseded already (Committer, renewal). Such a copy has the epoch of its
+// source. Behind the position a replay would take it for newer than the version that the walk has found.
 //
-// Why the commit must name all slots before the position: an opening resumes behind the slots that the commit
-// names, and rows that were written there would pass for rows of the snapshot.
+// The commit must name all slots before the position, for this reason: an opening resumes behind the slots
+// that the commit names, and rows that were written there would pass for rows of the snapshot.
 //
 // Functions are called with the store's mutex held (store/store_mutex.h), but for Install.
 #pragma once
@@ -29,7 +29,7 @@ namespace tierstore {
 
 class SnapshotWalk {
  public:
-  // Begins here. Until it has passed a table, or ends, ranges of the table do not become dense.
+  // Begins a walk. Until the walk has passed a table, or ends, ranges of the table do not become dense.
   SnapshotWalk(const StoreContext& context, StoreMutex& mutex, StoreState& state);
   ~SnapshotWalk();
   SnapshotWalk(const SnapshotWalk&) = delete;
@@ -40,13 +40,13 @@ class SnapshotWalk {
   void Run(Lock& lock);
   void Stop() { stop_ = true; }
 
-  // Whether the commit names all slots before the position, of the segments that it names.
+  // Returns whether the commit names all slots before the position, of the segments that it names.
   bool IsWithin(const CommitRecord& commit) const;
-  // After Run, without the mutex: puts the snapshot in place, for this commit and later ones. Returns its
-  // size. Throws IoError.
+  // Puts the snapshot in place, for this commit and later commits. Call it after Run, without the mutex.
+  // Returns the snapshot's size. Throws IoError.
   std::uint64_t Install(std::uint64_t commit, std::uint64_t history);
 
-  // Bytes that the file takes, or will take.
+  // Returns the bytes that the file takes, or will take.
   std::uint64_t bytes() const { return bytes_; }
 
  private:
@@ -55,7 +55,7 @@ class SnapshotWalk {
     const RowClass* row_class;
     const SnapshotHeader::RowClass* saved;
   };
-  // Of a table's row class: where rows lie that are in the snapshot with their locations.
+  // Where rows of a table's row class lie that are in the snapshot with their locations.
   struct Covered {
     std::uint64_t changes = ~std::uint64_t{0};  // of the row class when this was noted
     unsigned slot_bits = 0;

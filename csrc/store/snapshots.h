@@ -26,18 +26,18 @@ class Snapshots {
   Snapshots(const StoreContext& context, StoreMutex& mutex, StoreState& state, const WriteQueue& queue)
       : context_(context), mutex_(mutex), state_(state), queue_(queue) {}
 
-  // The commit that is under way holds all rows of now.
+  // Notes that the commit that is under way holds all rows of now.
   void CommitBegins();
-  // The commit was made, and none of its rows is superseded yet; or it failed.
+  // Notes that the commit was made, and that none of its rows is superseded yet; or that it failed.
   void CommitEnds(bool made);
 
-  // Ends the walk. Call Join behind it, without the mutex.
+  // Ends the walk. Call Join afterwards, without the mutex.
   void Stop();
   void Join() {
     if (thread_.joinable()) thread_.join();
   }
-  // After Join, at the close: saves the index when that is due. All of it is in the last commit. Releases the
-  // lock meanwhile.
+  // Saves the index at the close, when that is due. Call it after Join, when the last commit holds all of the
+  // index. Releases the lock meanwhile.
   void SaveAtClose(Lock& lock);
 
   // Notes how many rows an opening has read from footers and records (all rows, or rows after the snapshot),
@@ -55,14 +55,14 @@ class Snapshots {
 
   std::uint64_t failures() const { return failures_; }
   std::uint64_t rebuilt_rows() const { return rebuilt_rows_; }
-  // Snapshots that were begun, and put in place.
+  // Return how many snapshots were begun, and put in place.
   std::uint64_t begun() const { return begun_; }
   std::uint64_t saved() const { return saved_; }
 
  private:
-  // How far the last snapshot may lag behind. When either is reached another one is written.
+  // How far the last snapshot may lag behind. At either limit another snapshot is written.
   struct Lag {
-    double sizes;        // times its size were written since
+    double sizes;        // the bytes written since, over the snapshot's size
     std::uint64_t part;  // this part of all rows, and of StoreLimits::replay_rows, must be replayed
   };
   // The sizes add 5 % of writes. The rows bound the time of an opening after a crash. At the close a snapshot
@@ -89,8 +89,8 @@ class Snapshots {
 
   std::thread thread_;
   std::unique_ptr<SnapshotWalk> walk_;      // of the snapshot under way
-  bool walked_ = false;                     // it waits for a commit
-  std::uint64_t commit_ = 0, history_ = 0;  // that it serves; 0: not known yet
+  bool walked_ = false;                     // whether the snapshot waits for a commit
+  std::uint64_t commit_ = 0, history_ = 0;  // what the snapshot serves; 0: not known yet
   std::condition_variable served_;
   bool committing_ = false;
   bool committed_ = false;  // the commit under way holds all that the walk found
@@ -98,7 +98,7 @@ class Snapshots {
 
   std::uint64_t failures_ = 0, rebuilt_rows_ = 0, begun_ = 0, saved_ = 0;
   Mark unsaved_;       // rows that were not in the snapshot at opening
-  Mark at_last_, at_;  // when the last snapshot was begun, and the one under way
+  Mark at_last_, at_;  // when the last snapshot and the snapshot under way were begun
 };
 
 }  // namespace tierstore

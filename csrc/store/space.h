@@ -1,5 +1,5 @@
-// The bytes of a store: how much of the cap its files take, how many bytes are live, and how many a writer
-// may add.
+// Counts the bytes of a store: how much of the cap its files take, how many bytes are live, and how many
+// bytes a writer may add.
 //
 // All files count: segments at the most that they will take (Segment::reserved_bytes), the manifest, the
 // saved index and DEVICE at their size, and a saved index that is being written at the size that it will
@@ -27,10 +27,10 @@ struct Survey {
   std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
   std::uint64_t released = 0;        // in segments that the last commit need not name any more
   std::uint64_t free = 0;            // below the cap
-  std::uint64_t unit = 0;            // of the largest segment
-  std::uint64_t tolerated = 0;       // dead ones that compaction leaves
+  std::uint64_t unit = 0;            // bytes of the largest segment
+  std::uint64_t tolerated = 0;       // dead bytes that compaction leaves
 
-  // Compaction has fallen behind, so a writer waits for it.
+  // Returns whether compaction has fallen behind, so that a writer waits for it.
   bool Lags() const { return dead > tolerated + 4 * unit; }
 };
 
@@ -50,16 +50,16 @@ class Space {
     return std::accumulate(std::begin(file_bytes_), std::end(file_bytes_), std::uint64_t{0});
   }
   std::uint64_t meta_bytes_written() const { return written_bytes_; }
-  // The bytes of the next segment of callers, at most.
+  // Returns the most bytes of the next segment of callers.
   std::uint64_t NextSegmentBytes() const { return SegmentBytes(context_.config, cap_bytes_, UsedBytes()); }
 
-  // Whether this many more bytes fit the cap, for compaction and for other writers.
+  // Return whether this many more bytes fit the cap, for compaction and for other writers.
   bool FitsForCompaction(std::uint64_t bytes) const { return UsedBytes() + bytes <= cap_bytes_; }
   bool Fits(std::uint64_t bytes) const { return FitsForCompaction(bytes + Reserve()); }
 
   Survey TakeSurvey() const;
-  // Whether the counts of slots and bytes, which change with each row, are what a look at every segment
-  // finds: for tests.
+  // Returns whether the counts of slots and bytes, which change with each row, are what a look at every
+  // segment finds. Tests call it.
   bool CountsAreExact() const;
 
   // Throws FullError with what takes the space and what to do: for `bytes` that do not fit, and for a row

@@ -58,7 +58,7 @@ struct StoreCounters {
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
   std::uint64_t renewed_commits = 0;  // times that the last commit was written anew, to name copies
   ReadCounters read;
-  std::string io;       // how rows are read: "io_uring", "pread" or a test double's
+  std::string io;       // how rows are read: "uring", "pread" or a test double's name
   bool direct = false;  // IO goes past the page cache
 };
 
@@ -78,7 +78,7 @@ class Store {
         const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
   ~Store();
 
-  // False in a forked child, where the store can be neither used nor destroyed.
+  // Returns false in a forked child, where the store can be neither used nor destroyed.
   bool InOwnProcess() const { return context_.InOwnProcess(); }
   // Gives the row and found[i] of each key, all of tables with the target's row size. Rows that are not found
   // are left as they are.
@@ -93,35 +93,36 @@ class Store {
              std::size_t* stored = nullptr);
   // Makes room in a table's index for this many rows, which are about to be written.
   void Reserve(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
-  // Appends at most `limit` of the list's next keys, perhaps none; false at the end. Rows that were there at
-  // its start come once, whatever is written between two calls; rows that are new may come, once.
+  // Appends at most `limit` of the list's next keys, perhaps none; returns false at the end. Rows that were
+  // there when the list began come once, whatever is written between two calls; rows that are new may come,
+  // once.
   bool NextKeys(KeyList& list, std::size_t limit, std::vector<std::uint64_t>& keys);
-  // The number of a table's rows.
+  // Returns the number of a table's rows.
   std::uint64_t Count(std::uint32_t table);
   // Begins a scan of these tables (store/scan.h), which must not outlive the store.
   std::unique_ptr<Scan> BeginScan(const std::vector<std::uint32_t>& tables);
-  // The scan's next rows; none at the end. Scans take turns.
+  // Returns the scan's next rows; none at the end. Scans take turns.
   std::vector<ScanBatch> Next(Scan& scan);
 
   // Makes everything written so far durable and returns the commit's id. A tag keeps it until it is dropped.
   std::uint64_t Commit(std::string meta, std::string tag);
-  // The kept commits, oldest first.
+  // Returns the kept commits, the oldest first.
   std::vector<CommitRecord> Commits();
-  // Forgets a commit that is not the newest; InputError when there is none of that id.
+  // Forgets a commit that is not the newest. Throws InputError when no kept commit has that id.
   void DropCommit(std::uint64_t id);
-  // The meta of the commit that the store was opened at or made last; "" before the first.
+  // Returns the meta of the commit that the store was opened at or made last; "" before the first.
   std::string Meta();
 
   StoreCounters Stats();
-  // Space::CountsAreExact
+  // Does what Space::CountsAreExact does.
   bool CountsAreExact();
   // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits
   // allow.
   void Compact();
   // Sets the cap of all files' bytes; calls that failed with FullError can be made again.
   void SetCap(std::uint64_t bytes);
-  // Ends all calls and threads. Rows that were written since the last commit are lost. Calls after the first
-  // wait for it, and do nothing.
+  // Ends all calls and threads. Rows that were written since the last commit are lost. Later
+  // calls wait for the first, and do nothing.
   void Close();
 
  private:
@@ -135,7 +136,8 @@ class Store {
   StoreMutex mutex_;  // guards what the parts share, as their headers say, and written_rows_
   // While mutex_ is held, no mutex of this process is taken except an Env's.
 
-  std::atomic<int> reads_{0};  // from files, under way or waiting; the write queue paces itself by them
+  std::atomic<int> reads_{
+      0};  // reads from files, under way or waiting, by which the write queue paces itself
   StoreContext context_;
   CompactorControl control_;
   StoreState state_;

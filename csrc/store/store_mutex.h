@@ -71,7 +71,7 @@ class StoreMutex : public std::mutex {
    private:
     std::atomic<int>& count_;
   };
-  // The mutex is taken after this many.
+  // After this many yields, or naps, the mutex is taken.
   static constexpr int kYields = 64, kNaps = 64;
   static constexpr std::chrono::microseconds kNap{20};
   std::atomic<int> reads_waiting_{0}, calls_waiting_{0};

@@ -1,10 +1,10 @@
 // An Env that spreads the segments of a store over several devices, and keeps all other files on the first.
 //
-// To the store it is one directory, the first folder. A segment NNNNNNNN.seg has a part of the same name in
-// each folder that it was striped over (store/striped_file.h); a segment from a time when the store had one
-// folder is a whole file in one of them. All of a segment's parts exist, and their names are durable, before
-// a commit names the segment; any of them may be left when a crash interrupts its creation or removal, and
-// List tells of such parts, so that the store removes them.
+// To the store its folders are one directory, the first folder. A segment NNNNNNNN.seg has a part of the same
+// name in each folder that it was striped over (store/striped_file.h); a segment from a time when the store
+// had one folder is a whole file in one of them. All of a segment's parts exist, and their names are durable,
+// before a commit names the segment. A crash that interrupts the creation or removal of a segment may leave
+// any of its parts; List tells of such parts, so that the store removes them.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 
 namespace tierstore {
 
-// A folder of a store, and the Env that reaches its device. The Env must live longer.
+// A folder of a store, and the Env that reaches the folder's device. The Env must live longer than the store.
 struct StripeFolder {
   Env* env;
   std::string path;
@@ -41,7 +41,7 @@ class StripedEnv final : public Env {
   std::vector<std::string> List(const std::string& directory) override;
   void Rename(const std::string& from, const std::string& to) override;
   void Remove(const std::string& path) override;
-  // Of the first folder: syncs all folders in which names have changed, at once.
+  // For the first folder: syncs all folders in which names have changed, at once.
   void SyncDirectory(const std::string& directory) override;
   std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth,
                                               unsigned devices) override;

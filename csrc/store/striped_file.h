@@ -19,12 +19,12 @@
 
 namespace tierstore {
 
-// The first block of a part. Parts of one file have all of it alike but `part`.
+// The first block of a part. Parts of one file differ in `part` alone.
 struct PartHeader {
   std::uint32_t parts = 0;
   std::uint32_t part = 0;  // below `parts`
   std::uint32_t stripe_bytes = 0;
-  std::uint64_t stamp = 0;  // drawn for the file
+  std::uint64_t stamp = 0;  // a random number, drawn for the file
 
   Bytes Encode() const;  // kBlockBytes
   // Returns nothing for a file that is no part: it is whole. Throws CorruptError.
@@ -34,7 +34,7 @@ struct PartHeader {
   }
 };
 
-// Bytes that a part will come to take: they count in a device's sum until they are written.
+// The bytes that a part will come to take. They count in a device's sum until they are written.
 class Promise {
  public:
   Promise(std::atomic<std::uint64_t>& sum, std::uint64_t bytes) : sum_(sum), left_(bytes) { sum_ += bytes; }
@@ -75,7 +75,7 @@ class StripedFile final : public File {
   // Syncs the parts that were written to, all at once.
   void Sync() override;
   void Truncate(std::uint64_t size) override;
-  // The bytes up to the first that a part lacks.
+  // Returns the bytes up to the first that a part lacks.
   std::uint64_t Size() override;
   bool IsDirect() const override;
   const std::string& path() const override { return path_; }

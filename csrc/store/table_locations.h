@@ -1,14 +1,16 @@
-// The locations of one table's rows, in two parts: ids that lie close together in dense ranges
+// Holds the locations of one table's rows, in two parts: ids that lie close together in dense ranges
 // (store/dense_ranges.h), all others in a hash index (store/index.h). Both are exact.
 //
 // New ids come to the hash index. A range of ids becomes dense when a share kDenseShare of its ids is there:
-// from then on the array takes less than entries of the hash index do. One id in 64 is counted to know that,
-// and before a range becomes dense all of its ids are. Ids never leave a table, so a dense range stays one.
+// from then on the array takes less than entries of the hash index do. One id in 64 is counted to know
+// that, and all ids of a range are counted before the range becomes dense. Ids never leave a table, so a
+// dense range stays one.
 //
 // IndexForm::dense_from says from how many rows of a table on its ranges become dense: from none
 // (`compact`), never (`hash`), or in between (`auto`). One range becomes dense per call of Put, so that no
 // call takes long. When ranges have left much of the hash index empty, it gives memory back: its entries move
-// to a smaller one, some with every call. Until then there are two.
+// to a smaller one, some with every call. Until all have
+// moved there are two.
 //
 // Not thread-safe.
 #pragma once
@@ -40,12 +42,12 @@ class TableLocations {
 
   explicit TableLocations(const IndexForm& form) : form_(form), ranges_(form.range_bits) {}
 
-  // As of TableIndex.
+  // These do what TableIndex's do.
   void Find(const std::uint64_t* ids, std::size_t n, Location* locations) const;
   Location Find(std::uint64_t id) const;
   void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
   Location Put(std::uint64_t id, Location location);
-  // A hint: so many rows are about to be put.
+  // Makes room for so many rows, which are about to be put.
   void Reserve(std::size_t rows);
 
   // A list of all ids, in steps. Ids that were there at its start come once, whatever is put between two
@@ -53,14 +55,14 @@ class TableLocations {
   class Listing {
     friend class TableLocations;
 
-    // Of the hash index: ids before `at` in the order have been listed.
+    // What was listed of the hash index: ids before `at` in the order.
     struct Order {
       TableIndex::Permutation permutation;
       std::uint64_t number, at;
 
       bool Has(std::uint64_t id) const { return TableIndex::ListPlace(permutation, id) < at; }
     };
-    std::vector<Order> orders_;  // the present one comes last
+    std::vector<Order> orders_;  // the present order comes last
     std::uint64_t range_at_ = 0;
   };
   // Appends at most `limit` of the list's next ids with their locations, perhaps none; false at the end.
@@ -73,20 +75,20 @@ class TableLocations {
   }
   std::size_t dense_rows() const { return ranges_.size(); }
 
-  // For threads that change locations side by side, in different parts of the index (store/index_replay.h).
-  // Two parts of the same half of all parts are not neighbours.
+  // Threads change locations side by side, in different parts of the index (store/index_replay.h). Two parts
+  // of the same half of all parts are not neighbours.
   static constexpr std::size_t kParts = 512;
   std::size_t PartOf(std::uint64_t id) const;
   void Prefetch(std::uint64_t id) const;
   // Gives ranges room for locations up to `most`.
   void Fit(Location most) { ranges_.Fit(most); }
   bool IsDense(std::uint64_t id) const { return ranges_.Has(id); }
-  // Whether Replace may set this location of an id; in ranges after Fit.
+  // Returns whether Replace may set this location of an id. For ids in ranges, call Fit before.
   bool MayReplace(std::uint64_t id, Location location) const;
   // Sets the location of an id that is there, or that IsDense: its caller then counts it in ranges().
   void Replace(std::uint64_t id, Location location);
 
-  // Moves entries to the smaller hash index, so many, while IsShrinking. hash() then lacks entries. Throws
+  // Moves so many entries to the smaller hash index, while IsShrinking. hash() then lacks entries. Throws
   // std::bad_alloc.
   bool IsShrinking() const { return former_ != nullptr; }
   void GoOnShrinking(std::size_t entries = kEntriesAtOnce);
@@ -94,8 +96,8 @@ class TableLocations {
   // No range becomes dense, and no shrinking begins, while this is set.
   void HoldRanges(bool held) { held_ = held; }
 
-  // The two kinds of ids, for snapshots. Who fills the hash index otherwise than by Put passes the hashes to
-  // NoteSampled, of all entries for which IsSampled is true.
+  // The two kinds of ids, for snapshots. Code that fills the hash index otherwise than by Put passes the
+  // hashes of all entries for which IsSampled is true to NoteSampled.
   TableIndex& hash() { return hash_; }
   const TableIndex& hash() const { return hash_; }
   DenseRanges& ranges() { return ranges_; }
@@ -124,7 +126,7 @@ class TableLocations {
   TableIndex hash_;
   DenseRanges ranges_;
   std::unordered_map<std::uint64_t, std::uint32_t, Hasher> samples_;  // in the hash index, by range
-  std::vector<std::uint64_t> due_;                                    // ranges with enough of them
+  std::vector<std::uint64_t> due_;                                    // ranges with enough samples
   // The larger hash index while IsShrinking, and the end of its entries. It only loses entries.
   std::unique_ptr<TableIndex> former_;
   std::int64_t former_end_ = 0;

@@ -1,7 +1,7 @@
 // Verification: reads every byte that a kept commit or the saved index has on disk, and names damaged bytes.
 //
-// It changes nothing and needs no open store. It reads past the page cache. Memory: 4 MiB and a footer per
-// thread, and the saved index (up to 12 bytes a row) where there is one.
+// Verification changes nothing and needs no open store. It reads past the page cache. It takes 4 MiB and a
+// footer per thread, and the saved index (up to 12 bytes per row) where there is one.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +37,9 @@ struct VerifyReport {
   std::vector<std::string> foreign;      // files that are not the store's
 };
 
-// `row_bytes` of each table; empty if unknown. `progress` is called now and then with bytes done and bytes in
-// all, on the calling thread, and may throw to stop. Throws IoError only when the directory cannot be listed.
+// Verifies a store. `row_bytes` has the row size of each table; empty if unknown. `progress` is called now
+// and then with bytes done and bytes in all, on the calling thread, and may throw to stop. Throws IoError
+// only when the directory cannot be listed.
 VerifyReport VerifyStore(Env& env, const std::string& directory,
                          const std::map<std::uint32_t, std::uint32_t>& row_bytes,
                          const std::function<void(std::uint64_t, std::uint64_t)>& progress);

@@ -1,4 +1,4 @@
-// Verification of one segment: header, every record, the zeros between them, the footer.
+// Verifies one segment: its header, every record, the zeros between the records, and the footer.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct VerifyContext {
   std::function<void(std::uint64_t)> advance;  // called with the number of further bytes read
 
   void Add(Finding finding) const;
-  // Adds what was found of a segment.
+  // Adds what was found in a segment.
   void Merge(VerifyReport part) const;
 };
 
@@ -61,7 +61,7 @@ class SegmentVerifier {
   void VerifyEndOfLastBlock(const std::byte* data, std::uint64_t begin);
   void VerifyFooter();
   Bytes ReadAt(std::uint64_t offset, std::size_t size);
-  // Notes the record for the footer that should be there where there is none.
+  // Notes the record for the footer that a segment without a valid footer should have.
   void CompareFooter(std::uint32_t slot, const RecordHeader& record);
 
   void Damaged(std::uint32_t slot, const char* why);

@@ -1,8 +1,9 @@
 // Chooses the segment that compaction takes next.
 //
-// When space is short, this is the segment that frees most for the rows that must be copied, and that can go
-// at once, if need be by renewing the last commit. Otherwise it is the segment with the fewest lasting rows,
-// while there are more dead bytes than are tolerated. Guarded by the store's mutex (store/store_mutex.h).
+// When space is short, compaction takes the segment that frees most bytes per row that must be copied, and
+// that can go at once, if need be by renewing the last commit. Otherwise compaction takes the segment with
+// the fewest lasting rows, while there are more dead bytes than are tolerated. Guarded by the store's mutex
+// (store/store_mutex.h).
 #pragma once
 
 #include "store/committer.h"
@@ -25,9 +26,9 @@ class VictimPicker {
       : state_(state), committer_(committer), control_(control) {}
 
   Victim Pick(const Survey& survey) const;
-  // A call waits for space, or hardly any space is free.
+  // Returns whether a call waits for space, or hardly any space is free.
   bool IsShort(const Survey& survey) const;
-  // The free space and the released segments are enough for a while.
+  // Returns whether the free space and the released segments are enough for a while.
   static bool IsEnough(const Survey& survey);
 
  private:
@@ -41,8 +42,8 @@ class VictimPicker {
   const CompactorControl& control_;
 };
 
-// The bytes that copying this many of the segment's rows frees, less the copies with their part of header and
-// footer. Negative when the copies take more.
+// Returns the bytes that copying this many of the segment's rows frees, less the copies with their part of
+// header and footer. Negative when the copies take more.
 std::int64_t Gain(const Segment& segment, std::uint32_t rows);
 
 }  // namespace tierstore

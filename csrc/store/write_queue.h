@@ -1,9 +1,9 @@
 // The background writer: two threads for each device that write chunks to their files, so that the device
 // always has a next write. Chunks leave memory in the order in which they were queued.
 //
-// It shares the store's mutex: every function is called with the mutex held; a function with a `Lock&`
-// releases it while waiting. When a write fails no new write begins. ThrowPending hands the error to one call
-// and lets the threads try that write again, so no accepted row is lost while the store is open.
+// The queue shares the store's mutex: every function is called with the mutex held; a function with a `Lock&`
+// releases the mutex while it waits. When a write fails no new write begins. ThrowPending hands the error to
+// one call and lets the threads try that write again, so no accepted row is lost while the store is open.
 //
 // While rows are read from files, writes are smaller and made one at a time on each device, so that reads
 // keep their latency. Writes never stop.
@@ -30,7 +30,7 @@ struct Interrupted {};
 
 class WriteQueue {
  public:
-  // `bytes_per_device`: queued at most, for each of `devices`. `reads`: the number of reads under way.
+  // Queues at most `bytes_per_device` for each of `devices`. `reads` is the number of reads under way.
   // `written` is called with the mutex held when a chunk has left memory.
   WriteQueue(std::mutex& mutex, std::size_t bytes_per_device, unsigned devices, const std::atomic<int>& reads,
              std::function<void(const SegmentPtr&)> written);
@@ -63,7 +63,7 @@ class WriteQueue {
     SegmentPtr segment;
     std::shared_ptr<Chunk> chunk;
     std::size_t begin, end;
-    unsigned device;  // of the first byte
+    unsigned device;  // the device of the first byte
     State state = State::kWaiting;
   };
   static constexpr std::size_t kThreadsPerDevice = 2;
@@ -77,7 +77,8 @@ class WriteQueue {
   std::mutex& mutex_;
   const std::size_t max_queued_bytes_;
   const std::atomic<int>& reads_;
-  // By device, held by the thread whose write is under way beside reads; never with mutex_.
+  // Each device has a mutex that the thread holds whose write is under way beside reads. No thread takes it
+  // together with mutex_.
   std::vector<std::mutex> paced_;
   const std::function<void(const SegmentPtr&)> written_;
   std::condition_variable work_, progress_;
@@ -85,7 +86,7 @@ class WriteQueue {
   std::vector<AlignedBuffer> spare_;
   std::size_t queued_bytes_ = 0, memory_bytes_ = 0;
   std::uint64_t enqueued_ = 0, finished_ = 0, failures_ = 0, written_bytes_ = 0;
-  std::exception_ptr error_;  // not yet handed out
+  std::exception_ptr error_;  // the error that no call was handed yet
   bool paused_ = false;       // a write has failed
   bool stop_ = false;
   std::vector<std::thread> threads_;

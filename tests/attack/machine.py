@@ -37,7 +37,8 @@ class Machine:
         self.ends: Counter[str] = Counter()
         self.children: list[int] = []
         self._checked = 0  # lines of the journal
-        command = [sys.executable, "-m", "tests.attack.lives", str(folder)]
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # with torch imported, if tests.warm runs this
+        command = [python, "-m", "tests.attack.lives", str(folder)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 

@@ -67,22 +67,22 @@ def test_whole_command_lines(folder: Path) -> None:
     """As users run it, from the start of the interpreter, also while it is still importing."""
     (folder / "calm").mkdir()
     (folder / "killed").mkdir()
-    run_to_its_end(folder / "calm")
+    run_to_its_end(folder / "calm", warm.python())
     for seconds in (1.0, 3.5):
         with start(folder / "killed") as process:
             time.sleep(seconds * random.uniform(0.5, 1.5))
             process.kill()
-    run_to_its_end(folder / "killed")
+    run_to_its_end(folder / "killed", warm.python())
     assert killed_runs.result(folder / "killed") == killed_runs.result(folder / "calm")
 
 
-def start(folder: Path) -> subprocess.Popen:
+def start(folder: Path, python: str = sys.executable) -> subprocess.Popen:
     run = ["--checkpoint", str(folder / "run"), "--json", str(folder / "out.json")]
-    command = [sys.executable, "-m", "tierstore.cli", "train", *killed_runs.DATA, *killed_runs.TIERS, *run]
+    command = [python, "-m", "tierstore.cli", "train", *killed_runs.DATA, *killed_runs.TIERS, *run]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run_to_its_end(folder: Path) -> None:
-    with start(folder) as process:
+def run_to_its_end(folder: Path, python: str) -> None:
+    with start(folder, python) as process:
         said = process.communicate()[0]
     assert process.returncode == 0, said

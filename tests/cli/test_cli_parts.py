@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from rich.console import Console
 
 import tierstore
+from tests import warm
 from tierstore import data, optim
 from tierstore.cache.shares import budget
 from tierstore.cli import checkpoint
@@ -288,10 +288,10 @@ class TestJsonFile:
 from pathlib import Path
 from tierstore.result_file import JsonFile
 from tierstore.simulation import Counts
-for _ in range(3000):
+for _ in range(1000):
     JsonFile(Path({str(file)!r})).write({{"auc": 0.5}})
 """
-        ranks = [subprocess.Popen([sys.executable, "-c", check], stderr=subprocess.PIPE) for _ in range(3)]
+        ranks = [subprocess.Popen([warm.python(), "-c", check], stderr=subprocess.PIPE) for _ in range(3)]
         errors = [rank.communicate()[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
         assert json.loads(file.read_text()) == {"auc": 0.5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
@@ -14,6 +13,7 @@ import torch
 from accelerate.state import GradientState
 
 import tierstore
+from tests import warm
 from tests.integrations.trainings import Model, assert_equal, dense_optimizer, loader, plain_loop, result
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.integrations.accelerate import Accelerator
@@ -55,7 +55,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         "from pathlib import Path; from tests.integrations.test_accelerate import train; "
         f"train(Path({str(tmp_path)!r}), kill_at=8)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([warm.python(), "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     model = train(tmp_path, resume=tmp_path / "five")
     found = result(model)
@@ -123,5 +123,5 @@ def test_without_accelerate_the_error_says_what_to_install() -> None:
         "try:\n    import tierstore.integrations.accelerate\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([warm.python(), "-c", code], capture_output=True, text=True, check=True).stdout
     assert "pip install accelerate" in output

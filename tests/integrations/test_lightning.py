@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 import tierstore
+from tests import warm
 from tests.integrations.trainings import (
     STEPS,
     Model,
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         "from pathlib import Path; from tests.integrations.test_lightning import *; "
         f"fit(Path({str(tmp_path)!r}), KillAt(8))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([warm.python(), "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     module = fit(tmp_path, ckpt_path=last(tmp_path))
     found = result(module.model)
@@ -207,5 +207,5 @@ def test_without_lightning_the_error_says_what_to_install() -> None:
         "try:\n    import tierstore.integrations.lightning\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([warm.python(), "-c", code], capture_output=True, text=True, check=True).stdout
     assert "pip install lightning" in output

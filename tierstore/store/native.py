@@ -48,7 +48,7 @@ class NativeConfig:
     cap_bytes: int
     """Hard cap on the bytes of all its files."""
     io: str = "auto"
-    """"io_uring" (or "uring"), "pread" (threads), or "auto": io_uring where the kernel allows it."""
+    """"uring" (io_uring), "pread" (threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
     """Commits without a tag to keep; a new commit drops the oldest beyond that. Rows of a kept commit stay on
     disk."""
@@ -57,7 +57,7 @@ class NativeConfig:
     read_only: bool = False
     """Change nothing on disk; writing is an error."""
     queue_depth: int = 128
-    """Reads in flight with io_uring on each device; "pread" has at most 32 threads for each."""
+    """Reads in flight on each device with "uring"; "pread" has at most 32 threads for each."""
     direct: bool = True
     """Bypass the page cache where the file system can."""
     segment_bytes: int = 0
@@ -77,10 +77,8 @@ class NativeConfig:
     """None: the limits of the core."""
 
     def __post_init__(self) -> None:
-        if self.io == "uring":
-            object.__setattr__(self, "io", "io_uring")
-        if self.io not in ("auto", "io_uring", "pread"):
-            raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'io_uring' or 'pread'")
+        if self.io not in ("auto", "uring", "pread"):
+            raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'uring' or 'pread'")
         if self.index not in INDEX_NAMES:
             raise ConfigError(f"index is {self.index!r}; it must be 'auto', 'hash' or 'compact'")
         if self.keep < 1:

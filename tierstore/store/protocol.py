@@ -92,7 +92,7 @@ class StoreStats:
     written_bytes: int
     """Bytes sent to the device, compaction included; some engines count the bytes of the rows."""
     io: str
-    """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
+    """How bytes are moved: "uring", "pread", "rocksdb", "mmap", "memory"."""
 
 
 NOWHERE = int(np.iinfo(np.uint64).max)

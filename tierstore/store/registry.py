@@ -19,7 +19,7 @@ class StoreOptions:
     ssd_bytes: int
     """Hard cap on the bytes of all files of the store."""
     io: str = "auto"
-    """"auto", "io_uring" (or "uring") or "pread"; engines with one kind of IO ignore it."""
+    """"auto", "uring" or "pread"; engines with one kind of IO ignore it."""
     read_threads: int = 16
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
     keep: int = 1

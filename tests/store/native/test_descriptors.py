@@ -55,7 +55,7 @@ def output_of(code: str, *arguments: object) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", [48, 256])
-@pytest.mark.parametrize("io", ["io_uring", "pread"])
+@pytest.mark.parametrize("io", ["uring", "pread"])
 def test_hundreds_of_segments(tmp_path, io, limit):
     code = """
 ids = np.arange(150_000)
@@ -86,7 +86,7 @@ print(before - free())
     assert after <= 1
 
 
-@pytest.mark.parametrize("io", ["io_uring", "pread"])
+@pytest.mark.parametrize("io", ["uring", "pread"])
 def test_a_lack_of_descriptors_passes(tmp_path, io):
     """While the process has used up all, calls work or say EMFILE; then all goes on, commits included."""
     code = """

@@ -27,7 +27,7 @@ from tierstore.keys import make_keys
 from tierstore.store.native import NativeStore
 
 
-@pytest.mark.parametrize("io", ["io_uring", "pread"])
+@pytest.mark.parametrize("io", ["uring", "pread"])
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_real_files(tmp_path, io, devices):
     folders = [str(tmp_path / name) for name in FOLDERS[:devices]]
