@@ -34,7 +34,9 @@ void Sweep::Add(const std::uint64_t* keys, const std::uint64_t* places, const st
     if (places[i] >> shift_ >= kBuckets) MakeWider(places[i]);
     const auto bucket = static_cast<std::size_t>(places[i] >> shift_);
     used_ = std::max(used_, bucket + 1);
-    buckets_[bucket].push_back({keys[i], seqs[i]});
+    buckets_[bucket].push_back({static_cast<std::uint32_t>(keys[i]),
+                                static_cast<std::uint32_t>(keys[i] >> 32),
+                                static_cast<std::uint32_t>(seqs[i])});
     ++size_;
   }
 }
@@ -48,11 +50,12 @@ std::int64_t Sweep::Next(double way, std::int64_t limit, std::int64_t first, std
     std::size_t kept = done_, i = done_;
     for (; i < bucket.size() && limit > 0; ++i) {
       const Entry entry = bucket[i];
-      if (entry.seq > last) {
+      const std::int32_t after = entry.After(first);
+      if (after > last - first) {
         bucket[kept++] = entry;
-      } else if (entry.seq >= first) {
-        keys->push_back(entry.key);
-        earliest = std::min(earliest, entry.seq);
+      } else if (after >= 0) {
+        keys->push_back(entry.key());
+        earliest = std::min(earliest, first + after);
         --limit;
       }
     }

@@ -20,7 +20,7 @@ class Sweep {
   // The place of a row that is not stored.
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
   // What an entry costs.
-  static constexpr double kBytesPerEntry = 16;
+  static constexpr double kBytesPerEntry = 12;
 
   Sweep();
 
@@ -38,9 +38,16 @@ class Sweep {
   double rounds() const { return rounds_ + static_cast<double>(at_) / static_cast<double>(used_); }
 
  private:
+  // Lookups are numbered modulo 2^32; fewer than 2^31 of them are known at once.
   struct Entry {
-    std::uint64_t key;
-    std::int64_t seq;
+    std::uint32_t key_low, key_high;
+    std::uint32_t seq;
+
+    std::uint64_t key() const { return std::uint64_t{key_high} << 32 | key_low; }
+    // By how many lookups it comes after `first`; negative: before.
+    std::int32_t After(std::int64_t first) const {
+      return static_cast<std::int32_t>(seq - static_cast<std::uint32_t>(first));
+    }
   };
   static_assert(sizeof(Entry) == kBytesPerEntry);
   using Bucket = std::vector<Entry>;
