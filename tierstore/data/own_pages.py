@@ -32,9 +32,7 @@ def in_own_pages(batch: Batch) -> Batch:
 
 def _in_own_pages(batch: Batch, stay: frozenset[int]) -> Batch:
     """Copy a batch, without tensors whose memory begins at an address of ``stay``."""
-    copied: Batch = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor if tensor.data_ptr() in stay else _copied(tensor), batch
-    )
+    copied: Batch = pytree.tree_map_only(Tensor, lambda tensor: _copied(tensor, stay), batch)
     return copied
 
 
@@ -66,15 +64,18 @@ class OwnPagesWhileKept(Generic[Batch]):
 
 
 def _tensors_in(batch: object) -> Iterator[Tensor]:
-    """Yield the tensors of a pytree."""
-    return (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+    """Yield the tensors of a pytree that may be copied."""
+    return (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and _is_plain(leaf))
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if not plain or tensor.requires_grad or tensor.is_quantized or tensor.nbytes < LEAST_BYTES:
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _copied(tensor: Tensor, stay: frozenset[int]) -> Tensor:
+    if not _is_plain(tensor) or tensor.requires_grad or tensor.is_quantized or tensor.nbytes < LEAST_BYTES:
         return tensor
-    if tensor.is_pinned() or tensor.is_shared():
+    if tensor.is_pinned() or tensor.is_shared() or tensor.data_ptr() in stay:
         return tensor
     # Private: what a forked process writes to its batch must not reach this process.
     memory = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
