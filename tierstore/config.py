@@ -153,9 +153,9 @@ class TierConfig:
     - ``window``: batches whose ids are looked at ahead, or "auto".
     - ``read_ahead``: memory for rows that are read from the store before their batch is planned, and for
       windows beyond 16 MiB, beside the budgets of the tiers; 0 for none. "auto": up to an eighth of the
-      tables' bytes, 1/64 of this machine's memory and 4 GiB; of these bytes, as many as save the drives more
-      than the same bytes of ``uvm`` or ``hbm`` would, chosen after stated lookups. The memory is taken as
-      the window has use for it.
+      tables' bytes, 1/64 of this machine's memory and 4 GiB; less where more would save the drives next to
+      nothing, chosen after stated lookups. The log (INFO) says where the same bytes of ``uvm`` or ``hbm``
+      would save them more. The memory is taken as the window has use for it.
     - ``ssd_dtype``, ``uvm_dtype``: how the store and ``uvm`` hold weights of float32 tables: "fp32", "bf16",
       "fp16" or "int8" (with a step and an offset per row). In ``hbm`` these weights are float32.
       ``uvm_dtype`` is "fp32" or ``ssd_dtype``. Tables of float16 or bfloat16 have their dtype in every tier.

@@ -24,7 +24,7 @@ GAP_BYTES = 8 << 10  # cost as much as a request does, until a store has measure
 FILE_BYTES = 1.5  # per live byte
 BLOCK = 4096
 _RECORD_HEADER = 16
-HORIZON_ROWS, FILLED = 1.5, 0.9
+HORIZON_ROWS, FILLED = 1.6, 0.9
 """Rows that the batches of the horizon lack together, per row that there is room for: at most; and the part
 of the room that they fill on average.
 
@@ -37,9 +37,11 @@ is the time that a read may take: rows are read while the batches before theirs 
 MAX_WINDOW = 1024
 WINDOW_BYTES = 16 << 20
 """Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
-WINDOW_ROWS = 1.9
+WINDOW_ROWS = 2.0
 """Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
 some of the rows are in the tiers above."""
+ENTRIES = 1.25
+"""Entries of the sweep, which goes round the places, per row that there is room for."""
 BYTES_PER_ROW = 16 * 5 / 3 * 17 / 16  # of a distinct row in the window's index
 MANY = 64  # batches whose distinct rows are known beside those of one
 _SIZES = 11  # that are compared, each the next one's over the square root of 2
@@ -171,15 +173,16 @@ def batch_cost(
 
 
 def best_size(most: int, cost: Callable[[float], float], now: int | None = None) -> int:
-    """Return which part of ``most`` bytes to give to reading ahead, so that a batch costs least.
+    """Return which part of ``most`` bytes to give to reading ahead: the least with which a batch costs little
+    more than with the best part.
 
-    ``cost(size)``: what a batch costs if reading ahead has ``size`` bytes and a memory tier the rest. At the
-    least cost one more byte saves as much here as there. ``now``: the present size, which stays where another
-    one saves next to nothing.
+    ``cost(size)``: what a batch costs if reading ahead has ``size`` bytes. If a memory tier has the rest, one
+    more byte saves as much here as there at the least cost. ``now``: the present size, which stays where
+    another one saves next to nothing.
     """
     sizes = [int(most / 2 ** (i / 2)) for i in range(_SIZES)]
     costs = [cost(size) for size in sizes]
-    least = min(range(_SIZES), key=costs.__getitem__)  # the largest of equals
-    if now is not None and costs[least] > (1 - _GAIN) * cost(now):
+    least = min(costs)
+    if now is not None and least > (1 - _GAIN) * cost(now):
         return now
-    return sizes[least]
+    return min(size for size, each in zip(sizes, costs, strict=True) if each <= (1 + _GAIN) * least)

@@ -1,4 +1,4 @@
-"""Compare the size that ``read_ahead="auto"`` chooses with the best of many, by simulation.
+"""Compare the division that ``read_ahead="auto"`` recommends with the best of many, by simulation.
 
 Some bytes are divided between reading ahead and the cache, in every way. Trainings with each division are
 simulated as :mod:`.layout` does, with every row written: the misses are the policy's, and the requests are
@@ -96,7 +96,7 @@ def _simulated(
 
 
 def _choice(trace: Any, args: argparse.Namespace, slots: int, most: int, moves: list[Plan]) -> int:
-    """Return the bytes that the runtime chooses when it has trained for so long."""
+    """Return the bytes that the runtime recommends when it has trained for so long."""
     prepared, curves = trace.prepared, LiveCurves([0])
     for seq in range(len(moves)):
         part = slice(prepared.offsets[seq], prepared.offsets[seq + 1])
@@ -114,7 +114,7 @@ def _choice(trace: Any, args: argparse.Namespace, slots: int, most: int, moves: 
     group = _Group("simulated", _Window(end - seq, distinct), curves)
     for plan in moves:
         rule.lookup_done(group, len(plan.misses))  # type: ignore[arg-type]
-    return rule.now
+    return most if rule.split is None else rule.split
 
 
 if __name__ == "__main__":

@@ -7,6 +7,15 @@ namespace tierstore {
 
 Sweep::Sweep() : buckets_(kBuckets) {}
 
+std::size_t Sweep::BucketAt(std::size_t n) const {
+  if (shift_ == 0) return n;  // few places
+  std::size_t stretch = 0;
+  for (std::size_t bit = 1, last = kBuckets / kStretch / 2; last > 0; bit <<= 1, last >>= 1) {
+    if ((n / kStretch & bit) != 0) stretch |= last;
+  }
+  return stretch * kStretch + n % kStretch;
+}
+
 void Sweep::MakeWider(std::uint64_t place) {
   while (place >> shift_ >= kBuckets) {
     for (std::size_t b = 0; b < used_; ++b) {
@@ -20,8 +29,8 @@ void Sweep::MakeWider(std::uint64_t place) {
         from.clear();
       }
     }
+    at_ = at_ * kBuckets / Visits();  // the part of the round that has begun stays
     used_ = (used_ + 1) / 2;
-    at_ /= 2;
     done_ = 0;
     ++shift_;
   }
@@ -34,7 +43,9 @@ void Sweep::Add(const std::uint64_t* keys, const std::uint64_t* places, const st
     if (places[i] >> shift_ >= kBuckets) MakeWider(places[i]);
     const auto bucket = static_cast<std::size_t>(places[i] >> shift_);
     used_ = std::max(used_, bucket + 1);
-    buckets_[bucket].push_back({keys[i], seqs[i]});
+    buckets_[bucket].push_back({static_cast<std::uint32_t>(keys[i]),
+                                static_cast<std::uint32_t>(keys[i] >> 32),
+                                static_cast<std::uint32_t>(seqs[i])});
     ++size_;
   }
 }
@@ -42,17 +53,18 @@ void Sweep::Add(const std::uint64_t* keys, const std::uint64_t* places, const st
 std::int64_t Sweep::Next(double way, std::int64_t limit, std::int64_t first, std::int64_t last,
                          PageVector<std::uint64_t>* keys) {
   std::int64_t earliest = last + 1;
-  auto left = static_cast<std::int64_t>(std::ceil(std::min(way, 1.0) * static_cast<double>(used_)));
+  auto left = static_cast<std::int64_t>(std::ceil(std::min(way, 1.0) * static_cast<double>(Visits())));
   for (; left > 0; --left) {
-    Bucket& bucket = buckets_[at_];
+    Bucket& bucket = buckets_[BucketAt(at_)];
     std::size_t kept = done_, i = done_;
     for (; i < bucket.size() && limit > 0; ++i) {
       const Entry entry = bucket[i];
-      if (entry.seq > last) {
+      const std::int32_t after = entry.After(first);
+      if (after > last - first) {
         bucket[kept++] = entry;
-      } else if (entry.seq >= first) {
-        keys->push_back(entry.key);
-        earliest = std::min(earliest, entry.seq);
+      } else if (after >= 0) {
+        keys->push_back(entry.key());
+        earliest = std::min(earliest, first + after);
         --limit;
       }
     }
@@ -64,7 +76,7 @@ std::int64_t Sweep::Next(double way, std::int64_t limit, std::int64_t first, std
       break;
     }
     done_ = 0;
-    if (++at_ >= used_) {
+    if (++at_ >= Visits()) {
       at_ = 0;
       ++rounds_;
     }

@@ -1,9 +1,13 @@
 // Orders the rows that are to be read for coming lookups by their places in a store.
 //
-// A reader goes round all places again and again, in one direction. Each time it comes to a place it takes
-// the rows there that a lookup within its horizon asks for. Rows of many lookups that lie near one another
-// thus come together, however few of them each lookup asks for. A lift serves the floors of a house in the
-// same way (the elevator algorithm of disk scheduling: Knuth, The Art of Computer Programming 1, 2.2.5).
+// A reader goes round all places again and again, always in the same order. Each time it comes to a place it
+// takes the rows there that a lookup within its horizon asks for. Rows of many lookups that lie near one
+// another thus come together, however few of them each lookup asks for. A lift serves the floors of a house
+// in the same way (the elevator algorithm of disk scheduling: Knuth, The Art of Computer Programming 1,
+// 2.2.5). But 64 stretches of the places of a large store come in the order of their numbers' reversed bits.
+// Of rows that were written long ago few are used soon, of new ones many. So any part of a round that is
+// longer than some stretches has places of every age, and costs as much, and takes as much room, as any other
+// part.
 //
 // Not thread-safe.
 #pragma once
@@ -20,7 +24,7 @@ class Sweep {
   // The place of a row that is not stored.
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
   // The bytes that an entry costs.
-  static constexpr double kBytesPerEntry = 16;
+  static constexpr double kBytesPerEntry = 12;
 
   Sweep();
 
@@ -35,24 +39,36 @@ class Sweep {
 
   std::int64_t size() const { return size_; }
   // Returns the rounds that are complete, and the part that is done of the round that has begun.
-  double rounds() const { return rounds_ + static_cast<double>(at_) / static_cast<double>(used_); }
+  double rounds() const { return rounds_ + static_cast<double>(at_) / static_cast<double>(Visits()); }
 
  private:
+  // Lookups are numbered modulo 2^32; fewer than 2^31 of them are known at once.
   struct Entry {
-    std::uint64_t key;
-    std::int64_t seq;
+    std::uint32_t key_low, key_high;
+    std::uint32_t seq;
+
+    std::uint64_t key() const { return std::uint64_t{key_high} << 32 | key_low; }
+    // Returns by how many lookups it comes after `first`; negative: before.
+    std::int32_t After(std::int64_t first) const {
+      return static_cast<std::int32_t>(seq - static_cast<std::uint32_t>(first));
+    }
   };
   static_assert(sizeof(Entry) == kBytesPerEntry);
   using Bucket = std::vector<Entry>;
   static constexpr std::size_t kBuckets = 4096;
+  static constexpr std::size_t kStretch = 64;  // buckets
 
+  // Returns how many buckets are visited in a round.
+  std::size_t Visits() const { return shift_ == 0 ? used_ : kBuckets; }
+  // Returns the bucket that is visited as the n-th of a round.
+  std::size_t BucketAt(std::size_t n) const;
   void MakeWider(std::uint64_t place);
 
   // Bucket b has the places from b << shift_ on; the buckets from used_ on are empty.
   std::vector<Bucket> buckets_;
   int shift_ = 0;
   std::size_t used_ = 1;
-  std::size_t at_ = 0;    // the next bucket to visit
+  std::size_t at_ = 0;    // how many buckets of this round were visited, empty ones included
   std::size_t done_ = 0;  // entries of that bucket that were visited in this round
   double rounds_ = 0;
   std::int64_t size_ = 0;

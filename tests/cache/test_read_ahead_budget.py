@@ -13,6 +13,7 @@ from tierstore.cache.opening import read_ahead_bytes
 from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.pipeline import windows
 from tierstore.pipeline.prefetch import prefetch
+from tierstore.rounds import WINDOW_ROWS
 
 GIB = 1 << 30
 
@@ -120,7 +121,7 @@ def test_a_window_takes_what_the_rows_leave_that_it_asks_for() -> None:
         ahead: Any = module.engine.groups[0].stack.tiers[-1].ahead
         each, most = bytes_per_row(SGD.row_bytes(5)), ahead.window_bytes(0)
         whole = ahead.max_rows
-        asked = [int(share * 2 * most / each * 1.9) for share in (0.4, 0.6, 0.9, 1.1)]
+        asked = [int(share * 2 * most / each * WINDOW_ROWS) for share in (0.4, 0.6, 0.9, 1.1)]
         assert [round(ahead.window_bytes(rows) / most, 1) for rows in asked] == [1, 0.8, 0.2, 0]
         ahead.grant_window(most // 2)
         assert ahead.max_rows == pytest.approx(0.75 * whole, abs=1)

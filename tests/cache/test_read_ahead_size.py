@@ -59,24 +59,43 @@ def tell(size: ReadAheadSize, group: Any, lookups: int, lacked: int) -> list[int
 UNIFORM = np.random.default_rng(2).integers(0, 20_000, (400, 250))
 
 
-def test_rows_that_memory_would_hold_need_no_reading_ahead() -> None:
-    """With 3,400 slots more no row would be lacking."""
+def test_the_log_says_that_a_memory_tier_would_need_no_reading_ahead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With 3,400 slots more no row would be lacking. But nobody gives the bytes to the tier, so as many serve
+    reading ahead as bring anything: half of them, where a batch lacks so few rows."""
     size = chooser(slots=17_500)
-    assert tell(size, Group(UNIFORM), 64, 30) == [64]
-    assert size.now <= 1 << 19
+    with caplog.at_level(logging.INFO, "tierstore"):
+        assert tell(size, Group(UNIFORM), 64, 30) == [64]
+    assert size.now == 1 << 19
+    assert size.split is not None
+    assert size.split < size.now
+    changed, advice = [record.getMessage() for record in caplog.records]
+    assert "may take 512 KiB from now on (before: 1 MiB; at most 1 MiB)" in changed
+    assert "give the tier (hbm or uvm) these bytes" in advice
 
 
-def test_rows_that_memory_would_not_hold_are_read_ahead() -> None:
+def test_rows_that_memory_would_not_hold_are_read_ahead(caplog: pytest.LogCaptureFixture) -> None:
     size = chooser(slots=500)
-    assert tell(size, Group(UNIFORM), 2000, 240) == []
-    assert size.now == 1 << 20
+    with caplog.at_level(logging.INFO, "tierstore"):
+        assert tell(size, Group(UNIFORM), 2000, 240) == []
+    assert size.now == size.split == 1 << 20
+    assert not caplog.records
+
+
+def test_bytes_that_bring_nothing_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows so far apart that no request brings two of them."""
+    monkeypatch.setattr(read_ahead_size, "FILE_BYTES", 1e6)
+    size = chooser(slots=500)
+    assert tell(size, Group(UNIFORM), 64, 240) == [64]
+    assert size.now == (1 << 20) // 32
 
 
 @pytest.mark.parametrize("lookups", [63, 64, 65])
 def test_sizes_are_chosen_after_stated_lookups(lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     points: list[int] = []
     size, group, done = chooser(slots=500), Group(UNIFORM), [0]
-    monkeypatch.setattr(ReadAheadSize, "_choose", lambda *_: points.append(done[0]) or 1 << 19)
+    monkeypatch.setattr(ReadAheadSize, "_choose", lambda *_: points.append(done[0]) or (1 << 19, 1 << 19))
     for done[0] in range(1, 3 * 1024 + lookups):
         size.lookup_done(group, 10)  # type: ignore[arg-type]
     assert points == [64, 128, 256, 512, 1024, 2048, 3072]
@@ -94,7 +113,9 @@ def test_a_size_stays_where_another_one_saves_next_to_nothing() -> None:
     costs = {1024: 100.0, 724: 99.0}
     assert best_size(1024, lambda size: costs.get(int(size), 101.0)) == 724
     assert best_size(1024, lambda size: costs.get(int(size), 101.0), 1024) == 1024
-    assert best_size(1024, lambda size: 5.0) == 1024  # of equals the largest
+    assert best_size(1024, lambda size: 5.0) == 32  # of equals the least
+    costs = {1024: 100.0, 724: 101.9, 512: 102.1}
+    assert best_size(1024, lambda size: costs.get(int(size), 200.0)) == 724
     assert best_size(0, lambda size: 5.0) == 0
 
 

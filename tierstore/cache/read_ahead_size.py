@@ -1,9 +1,11 @@
 """How many bytes reading ahead takes with ``TierConfig(read_ahead="auto")``, chosen while training.
 
-The bytes could be a memory tier's instead. The bytes are divided so that the drives have least to do: a
-longer round brings more rows per request, and more memory misses fewer rows. How many rows a batch lacks is
-counted, and the live curves say how many fewer it would lack with more memory. All of that depends on the
-batches alone, so a training chooses the same sizes whenever it is run.
+A longer round brings more rows per request, so reading ahead takes the most that it may, or less where the
+drives would have next to nothing less to do. A memory tier could have the bytes instead, and miss fewer rows.
+But only its user can give it bytes. So where the drives would have least to do if a memory tier had some of
+the bytes, the log says so. How many rows a batch lacks is counted, and the live curves say how many fewer it
+would lack with more memory. All of that depends on the batches alone, so a training chooses the same sizes
+whenever it is run.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class ReadAheadSize:
         self.now = sizes.max_bytes
         """Bytes that reading ahead may take now."""
         self.known: KnownAhead | None = None
+        self.split: int | None = None
+        """Bytes with which the drives would have least to do if a memory tier had the rest of the most."""
         self._lookups = 0
         self._next = _FIRST
         self._since = np.zeros(2)  # lookups since the last choice, and the rows that they lacked
@@ -80,17 +84,25 @@ class ReadAheadSize:
         self._since[:] = 0
         if self.known is None or lacking <= 0 or group.window.lookups < 2:
             return False
-        self.now = self._choose(group, self.known, lacking)
+        self.now, split = self._choose(group, self.known, lacking)
         if self.now != before:
             logger.info(
                 "%s: rows read ahead may take %s from now on (before: %s; at most %s): a batch lacks %.0f "
-                "rows, and beyond that size bytes would save the drives more in a memory tier",
+                "rows, and with more the drives would have next to nothing less to do",
                 group.name, *map(format_bytes, (self.now, before, self._bytes.max_bytes)), lacking,
             )  # fmt: skip
+        if split != self.split and split < self.now:
+            logger.info(
+                "%s: the drives would have less to do if rows read ahead had %s and a memory tier %s more: "
+                "give the tier (hbm or uvm) these bytes, and read_ahead the others",
+                group.name, *map(format_bytes, (split, self._bytes.max_bytes - split)),
+            )  # fmt: skip
+        self.split = split
         return self.now != before
 
-    def _choose(self, group: SizedGroup, known: KnownAhead, lacking: float) -> int:
-        """Return the bytes that save the drives most."""
+    def _choose(self, group: SizedGroup, known: KnownAhead, lacking: float) -> tuple[int, int]:
+        """Return the bytes to take, and those that would save the drives most if a memory tier had the
+        rest."""
         sizes, every = self._bytes, sum(rows for _, rows in self._tables)
         unique = sum(group.curves.per_batch(index)[0] for index, _ in self._tables)
         lookups, distinct = group.window.lookups, group.window.distinct_rows
@@ -110,7 +122,9 @@ class ReadAheadSize:
             now, then = np.interp([self.slots, self.slots + more / sizes.slot], rows, misses)
             return lacking * float(then / now) if now > 0 else lacking
 
-        return ahead.best(known.length, lacked, (sizes.record, FILE_BYTES * sizes.record * every), self.now)
+        stored = sizes.record, FILE_BYTES * sizes.record * every
+        least = ahead.best(known.length, lambda _: lacking, stored)
+        return least, ahead.best(known.length, lacked, stored, self.split)
 
 
 def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[FloatArray, FloatArray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -113,6 +114,13 @@ class Dataset(Protocol):
         ...
 
 
+@lru_cache(maxsize=4)
+def ones(count: int) -> Tensor:
+    """Return ones, int64 (count,), that batches share, since a window keeps many batches. Nobody may change
+    them."""
+    return torch.ones(count, dtype=torch.int64)
+
+
 def one_id_per_table(
     tables: tuple[TableInfo, ...], dense: np.ndarray, ids: np.ndarray, labels: np.ndarray
 ) -> Batch:
@@ -121,7 +129,7 @@ def one_id_per_table(
     sparse = KeyedJaggedTensor(
         [table.name for table in tables],
         torch.from_numpy(ids.astype(np.int64).reshape(-1)),
-        lengths=torch.ones(len(tables) * size, dtype=torch.int64),
+        lengths=ones(len(tables) * size),
         stride=size,
     )
     return Batch(

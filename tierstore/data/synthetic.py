@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tierstore.data import popularity
-from tierstore.data.dataset import Batch, TableInfo, batch_ranges, check_batching
+from tierstore.data.dataset import Batch, TableInfo, batch_ranges, check_batching, ones
 from tierstore.data.popularity import stream_seed
 from tierstore.errors import ConfigError
 from tierstore.sparse import KeyedJaggedTensor
@@ -159,10 +159,11 @@ class SyntheticDataset:
 
     def _sparse(self, values: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> KeyedJaggedTensor:
         # Without offsets, which follow from the lengths: a window keeps many batches.
+        every = torch.from_numpy(lengths.reshape(-1)) if (lengths != 1).any() else ones(lengths.size)
         return KeyedJaggedTensor(
             [spec.name for spec in self.specs],
             torch.from_numpy(values),
-            lengths=torch.from_numpy(lengths.reshape(-1)),
+            lengths=every,
             stride=lengths.shape[1],
             length_per_key=counts.tolist(),
         )

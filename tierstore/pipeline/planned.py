@@ -77,11 +77,15 @@ class Planned:
         return sum(len(pinned.batch.unique) for _, pinned in self.lookups)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the batch and its lookups while it waits for its turn."""
+    def memory(self) -> set[tuple[int, int]]:
+        """Where the batch's tensors are, and their bytes. Batches may share tensors."""
+        return {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors_of(self.batch)}
+
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes of the batch's lookups while they wait for their turn."""
         lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
-        own = sum(t.nbytes for t in tensors_of(self.batch))
-        own += sum(part.nbytes for each in lookups for part in each.parts)
+        own = sum(part.nbytes for each in lookups for part in each.parts)
         return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
 
 

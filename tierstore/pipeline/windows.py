@@ -7,7 +7,7 @@ can use, or has the bytes that are left to it. So it is chosen anew for every pl
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from tierstore import _core
@@ -24,24 +24,35 @@ class Window:
     def __init__(self, groups: Sequence[TierGroup], length: int | None) -> None:
         self.length = length
         self._groups = groups
-        self._sizes: deque[int] = deque()  # of the batches, in bytes
-        self._bytes = 0  # their sum
+        self._batches: deque[tuple[set[tuple[int, int]], int]] = deque()  # their memory, bytes of lookups
+        self._sharing: Counter[tuple[int, int]] = Counter()  # by memory: the batches that have it
+        self._bytes = 0
 
     @property
     def behind(self) -> int:
         """Batches that are known behind the next plan."""
-        return max(0, len(self._sizes) - 1)
+        return max(0, len(self._batches) - 1)
 
     def add(self, planned: Planned) -> None:
         """Add a batch whose lookups are announced."""
-        self._sizes.append(planned.nbytes)
-        self._bytes += self._sizes[-1]
+        memory, lookups = planned.memory, planned.lookup_bytes
+        self._batches.append((memory, lookups))
+        self._bytes += lookups + sum(size for at, size in memory if not self._sharing[at, size])
+        self._sharing.update(memory)
+
+    def _remove_oldest(self) -> None:
+        memory, lookups = self._batches.popleft()
+        self._sharing.subtract(memory)
+        self._bytes -= lookups + sum(size for at, size in memory if not self._sharing[at, size])
+        for each in memory:
+            if not self._sharing[each]:
+                del self._sharing[each]
 
     def plan(self, planned: Planned, is_full: bool, depth: int) -> None:
         """Take the oldest batch out: it is being planned. Give the window the bytes that it has now."""
         self._grant()
         planned.behind, planned.fills = self.behind, is_full
-        self._bytes -= self._sizes.popleft()
+        self._remove_oldest()
         for group in self._groups if self.length is None else ():
             depth_and_window = group.stats.prefetched
             # A window that has shrunk without being full is at the end of its pass.
@@ -70,7 +81,7 @@ class Window:
         shares = [group.stack.window_bytes(0) for group in self._groups]
         for group, share in zip(self._groups, shares, strict=True):
             part = share / max(1, sum(shares))
-            each = self._bytes / len(self._sizes)
+            each = self._bytes / len(self._batches)
             known = KnownAhead(self.length, each * part, WINDOW_BYTES * part)
             group.grant_window(int(beyond * part), known)
 

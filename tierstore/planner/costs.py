@@ -15,7 +15,7 @@ from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
-from tierstore.rounds import MANY, WINDOW_ROWS, Ahead, FloatArray
+from tierstore.rounds import ENTRIES, MANY, Ahead, FloatArray
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 2
@@ -24,7 +24,7 @@ POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
 READ_AHEAD_SHARE = 8  # reading ahead takes one in so many bytes of the tables
 READ_AHEAD_AT_MOST = 4 << 30
-HELD_BYTES_PER_ROW = 13 + 8 * 2 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
+HELD_BYTES_PER_ROW = 13 + 8 * 2 + ENTRIES * 12  # of a row that is read ahead, beside its bytes
 BYTES_PER_ID, BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients

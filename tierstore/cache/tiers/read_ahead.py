@@ -27,7 +27,7 @@ from tierstore.cache.tiers.horizon import Horizon
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.cache.tiers.sizes import MAX_SLOTS
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.rounds import WINDOW_ROWS
+from tierstore.rounds import ENTRIES, WINDOW_ROWS
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
@@ -43,7 +43,7 @@ _LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
 
 def bytes_per_row(row_bytes: int) -> float:
     """Return the bytes that a row takes here, its entries in the index and in the sweep included."""
-    return row_bytes + _core.HeldRows.BYTES_PER_ROW + WINDOW_ROWS * _core.Sweep.BYTES_PER_ENTRY
+    return row_bytes + _core.HeldRows.BYTES_PER_ROW + ENTRIES * _core.Sweep.BYTES_PER_ENTRY
 
 
 @dataclass(frozen=True)
