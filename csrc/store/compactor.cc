@@ -81,7 +81,7 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   Segment& segment = *victim.segment;
   const RowClass& row_class = *segment.row_class;
   const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
-  gained_bytes_ += Gain(segment, victim.Left());
+  CountGain(victim);
   AlignedBuffer buffer(row_class.chunk_bytes);
   // What seems damaged is read once more: it may have been so on the way only.
   for (int pass = 0; pass < 2 && victim.Left() > 0; ++pass) {
@@ -98,6 +98,23 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
       " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
       "verify` names the damaged rows and says what to do");
+}
+
+// A segment that still has rows which the last commit needs stays, so its bytes are won only when these rows
+// are copied, too. What the first copies take is counted then: or one segment, copied in two parts, would be
+// won twice, and renewing the commit and compacting could go on for ever.
+void Compactor::CountGain(const Victim& victim) {
+  const Segment& segment = *victim.segment;
+  if (!victim.with_kept && segment.kept > 0) {
+    const auto& segments = state_.segments.by_number();
+    if (copied_bytes_.size() > 2 * segments.size() + 16)
+      std::erase_if(copied_bytes_, [&](const auto& entry) { return !segments.contains(entry.first); });
+    copied_bytes_[segment.number] += static_cast<std::int64_t>(segment.BytesOfCopies(victim.Left()));
+    return;
+  }
+  gained_bytes_ += Gain(segment, victim.Left());
+  if (const auto copied = copied_bytes_.extract(segment.number); !copied.empty())
+    gained_bytes_ -= copied.mapped();
 }
 
 // Reads slots first to last. Only what the device says of these very bytes counts against the segment:

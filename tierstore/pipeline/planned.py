@@ -78,8 +78,13 @@ class Planned:
 
     @property
     def memory(self) -> set[tuple[int, int]]:
-        """Where the batch's tensors are, and their bytes. Batches may share tensors."""
-        return {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors_of(self.batch)}
+        """Where the batch's tensors are, and their bytes. Batches may share tensors on the CPU; tensors of a
+        GPU, whose streams must not be asked here, have the numbers of no address."""
+        first = -8 * id(self)
+        return {
+            (tensor.data_ptr() if tensor.is_cpu else first - number, tensor.nbytes)
+            for number, tensor in enumerate(tensors_of(self.batch))
+        }
 
     @property
     def lookup_bytes(self) -> int:
