@@ -24,7 +24,7 @@ GAP_BYTES = 8 << 10  # cost as much as a request does, until a store has measure
 FILE_BYTES = 1.5  # per live byte
 BLOCK = 4096
 _RECORD_HEADER = 16
-HORIZON_ROWS, FILLED = 1.6, 0.9
+HORIZON_ROWS, FILLED = 1.5, 0.9
 """Rows that the batches of the horizon lack together, per row that there is room for: at most; and the part
 of the room that they fill on average.
 
@@ -37,7 +37,7 @@ is the time that a read may take: rows are read while the batches before theirs 
 MAX_WINDOW = 1024
 WINDOW_BYTES = 16 << 20
 """Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
-WINDOW_ROWS = 2.0
+WINDOW_ROWS = 1.9
 """Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
 some of the rows are in the tiers above."""
 ENTRIES = 1.25
