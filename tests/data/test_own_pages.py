@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tierstore import data
+from tierstore.data.dataset import ones
 from tierstore.data.own_pages import LEAST_BYTES, OwnPagesWhileKept, in_own_pages
 
 
@@ -70,6 +71,19 @@ def test_the_memory_lives_as_long_as_the_tensor() -> None:
     views = [tensor[1:] for tensor in tensors]
     del tensors
     assert all((view == n).all() for n, view in enumerate(views))
+
+
+def test_what_batches_share_is_not_copied() -> None:
+    """Lengths of one id per table, also where the first batch is drawn in inference mode."""
+    ones.cache_clear()
+    made = data.load("synthetic:zipf:0.8").train(4096)
+    with torch.inference_mode():
+        first = next(made)
+    given = OwnPagesWhileKept(made, few=2)
+    batches = list(islice(given, 6))
+    assert len({batch.sparse.lengths().data_ptr() for batch in [first, *batches]}) == 1
+    assert not batches[-1].sparse.lengths().is_inference()
+    assert len({batch.sparse.values().data_ptr() for batch in batches}) == 6
 
 
 def test_batches_are_copied_while_many_wait() -> None:

@@ -112,6 +112,23 @@ def test_windows_and_misses_are_the_simulators(name: str, planned: list[int]) ->
         assert live.rows - live.row_hits == result.misses
 
 
+@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("shared", [0, 1, 2])
+def test_tensors_that_batches_share_count_once(shared: int, own: int) -> None:
+    """Also twice in a batch, and down to the last batch."""
+    common = torch.ones(100)
+    with opened() as module:
+        window = windows.Window(module.engine.groups, 1)
+        batches = [Planned([*[common] * shared, *[torch.ones(10) for _ in range(own)]]) for _ in range(3)]
+        for number, batch in enumerate(batches, 1):
+            window.add(batch)
+            assert window._bytes == 400 * (shared > 0) + 40 * own * number
+        for left, batch in zip([2, 1, 0], batches, strict=True):
+            window.plan(batch, is_full=True, depth=1)
+            assert window._bytes == 400 * (shared > 0 and left > 0) + 40 * own * left
+        assert not window._sharing
+
+
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_bits_are_those_of_training_in_memory(name: str) -> None:
     with opened() as module, build(TierConfig(hbm="all"), SGD, (8, 8)) as memory:

@@ -118,7 +118,8 @@ class Dataset(Protocol):
 def ones(count: int) -> Tensor:
     """Return ones, int64 (count,), that batches share, since a window keeps many batches. Nobody may change
     them."""
-    return torch.ones(count, dtype=torch.int64)
+    with torch.inference_mode(False):  # training uses the same tensor
+        return torch.ones(count, dtype=torch.int64)
 
 
 def one_id_per_table(

@@ -1,6 +1,6 @@
 """Reads rows of coming lookups into memory before their plans ask for them.
 
-Threads go round the places of a store's rows, in one direction, again and again: one chooses the next part of
+Threads go round the places of a store's rows in a fixed order, again and again: one chooses the next part of
 the round while the other reads. At each place they read the rows that some announced lookup asks for and that
 no exclusive tier has (``csrc/cache/sweep.h``). The longer a round takes, the more rows lie near one another,
 and share a request to the device. So a round takes nearly as many lookups as the window has, or as many as
