@@ -17,7 +17,13 @@ from tierstore import _core
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import ResidentRows
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.lookup import PooledAtOnceFunction, RowsAtOnceFunction
+from tierstore.modules.lookup import (
+    AtOnceFunction,
+    PooledGradients,
+    SequenceGradients,
+    readable_gradient,
+    sequence_gradients,
+)
 from tierstore.modules.parts import Part, PooledPart, SequencePart, new_floats
 from tierstore.modules.wrappers import has_other_ranks
 
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from tierstore.modules.base import TieredModule
 
 Native = TypeVar("Native", _core.PooledLookup, _core.RowLookup)
+Made = TypeVar("Made", "PooledAtOnce", "RowsAtOnce")
 
 
 class LookupAtOnce(ABC, Generic[Native]):
@@ -55,6 +62,10 @@ class LookupAtOnce(ABC, Generic[Native]):
         return self._lookup
 
     @abstractmethod
+    def gradients(self, grad: Tensor) -> PooledGradients | SequenceGradients:
+        """Return the gradient of the output as updates read it."""
+
+    @abstractmethod
     def _described(self) -> tuple[Part, list[int], list[int]]:
         """Return the part, without its rows, the numbers of its features, and the counts of all features."""
 
@@ -67,6 +78,9 @@ class PooledAtOnce(LookupAtOnce[_core.PooledLookup]):
     features: Sequence[int]
     spans: list[tuple[int, int]]
 
+    def gradients(self, grad: Tensor) -> PooledGradients:
+        return PooledGradients(readable_gradient(grad), [None], [None])
+
     def _described(self) -> tuple[PooledPart, list[int], list[int]]:
         part = PooledPart(self._group, self._native.batch, self.spans, bags=self._native.bags)
         return part, list(self.features), [self.bags] * len(self.features)
@@ -77,6 +91,9 @@ class RowsAtOnce(LookupAtOnce[_core.RowLookup]):
 
     __slots__ = ("keys",)
     keys: NDArray[np.int64]
+
+    def gradients(self, grad: Tensor) -> SequenceGradients:
+        return sequence_gradients([grad])
 
     def _described(self) -> tuple[SequencePart, list[int], list[int]]:
         part = SequencePart(self._group, self._native.batch, [])
@@ -108,22 +125,15 @@ def pooled_at_once(
     """Return the output, of this shape, of a lookup that ``make`` makes, given the output's address. None for
     ids or bags that are wrong. ``part``: its features, which have a bag each in every example, and its
     spans."""
-    out = _output(shape)
-    made = None if out is None else make(out.data_ptr())
-    if out is None or made is None:
+    made = _made(PooledAtOnce, group, shape, make)
+    if made is None:
         return None
-    native, is_found, is_due = made
-    lookup = PooledAtOnce(group, native, out)
+    lookup, is_found = made
     lookup.bags = shape[0]
     lookup.features, lookup.spans = part
-    if is_due:
-        _count_soon(group)
-    if not is_found:
-        whole = lookup.whole()
-        lookup.out = out = None  # the tier may need the memory for the rows
-        return module.pooled_rows(whole, None)
-    found: Tensor = PooledAtOnceFunction.apply(module.gradient_anchor(), module, lookup)
-    return found
+    if is_found:
+        return _applied(module, lookup)
+    return module.pooled_rows(_step_by_step(lookup), None)
 
 
 def rows_at_once(
@@ -135,20 +145,44 @@ def rows_at_once(
 ) -> tuple[RowsAtOnce, Tensor] | None:
     """Return a lookup of ``count`` ids that ``make`` makes, given the address of the rows, and the rows. None
     for ids or bags that are wrong. ``keys``: the number of each feature's key."""
-    out = _output((count, group.layout.dim))
+    made = _made(RowsAtOnce, group, (count, group.layout.dim), make)
+    if made is None:
+        return None
+    lookup, is_found = made
+    lookup.keys = keys
+    if is_found:
+        return lookup, _applied(module, lookup)
+    return lookup, module.rows_one_by_one(_step_by_step(lookup))[0]
+
+
+def _made(
+    kind: Callable[[TierGroup, Native, Tensor], Made],
+    group: TierGroup,
+    shape: tuple[int, int],
+    make: Callable[[int], tuple[Native, bool, bool] | None],
+) -> tuple[Made, bool] | None:
+    """Return a lookup of this ``kind``, and whether its rows were found; None where ``make`` returns none."""
+    out = _output(shape)
     made = None if out is None else make(out.data_ptr())
     if out is None or made is None:
         return None
     native, is_found, is_due = made
-    lookup = RowsAtOnce(group, native, out)
-    lookup.keys = keys
     if is_due:
-        _count_soon(group)
-    if not is_found:
-        whole = lookup.whole()
-        lookup.out = out = None  # as above
-        return lookup, module.rows_one_by_one(whole)[0]
-    return lookup, RowsAtOnceFunction.apply(module.gradient_anchor(), module, lookup)
+        assert group.resident is not None
+        group.resident.count_soon()
+    return kind(group, native, out), is_found
+
+
+def _applied(module: TieredModule, lookup: PooledAtOnce | RowsAtOnce) -> Tensor:
+    found: Tensor = AtOnceFunction.apply(module.gradient_anchor(), module, lookup)
+    return found
+
+
+def _step_by_step(lookup: PooledAtOnce | RowsAtOnce) -> FeatureLookup:
+    """Return a lookup, of which rows are missing, as other code takes it."""
+    whole = lookup.whole()
+    lookup.out = None  # the tier may need the memory for the rows
+    return whole
 
 
 def _output(shape: tuple[int, int]) -> Tensor | None:
@@ -158,8 +192,3 @@ def _output(shape: tuple[int, int]) -> Tensor | None:
         return new_floats(shape, "cpu")
     except RuntimeError:
         return None
-
-
-def _count_soon(group: TierGroup) -> None:
-    assert group.resident is not None
-    group.resident.count_soon()

@@ -39,6 +39,10 @@ class LookupAtOnce(Protocol):
         """Return the lookup with all that an update needs."""
         ...
 
+    def gradients(self, grad: Tensor) -> Gradients:
+        """Return the gradient of the output as updates read it."""
+        ...
+
 
 @dataclass
 class PooledGradients(Gradients):
@@ -162,8 +166,8 @@ class PooledFunction(LookupFunction):
         return (None, None, None, *(derived_once(grad, [grads[0], *weights]) for grad in found))
 
 
-class PooledAtOnceFunction(LookupFunction):
-    """``apply(anchor, module, lookup)`` → output of a lookup that has pooled its rows, without weights."""
+class AtOnceFunction(LookupFunction):
+    """``apply(anchor, module, lookup)`` → output of a lookup that has made it, without weights."""
 
     @staticmethod
     def forward(ctx: AtOnceCtx, anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
@@ -175,8 +179,7 @@ class PooledAtOnceFunction(LookupFunction):
         _ = ctx.saved_tensors  # which autograd refuses in a second pass without retain_graph, also if empty
         with torch.no_grad():
             if _reaches_rows(ctx):
-                gradients = PooledGradients(readable_gradient(grads[0]), [None], [None])
-                _update_or_keep(ctx.module, ctx.lookup.whole(), gradients)
+                _update_or_keep(ctx.module, ctx.lookup.whole(), ctx.lookup.gradients(grads[0]))
         return None, None, None
 
 
@@ -229,26 +232,12 @@ class SequenceFunction(LookupFunction):
 
 def sequence_backward(ctx: SequenceCtx, grads: Sequence[Tensor]) -> None:
     """Update the rows by the gradients of the outputs, one per part."""
-    kept = [grad.to(torch.float32).contiguous() for grad in grads]
-    _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
+    _update_or_keep(ctx.module, ctx.lookup, sequence_gradients(grads))
 
 
-class RowsAtOnceFunction(LookupFunction):
-    """``apply(anchor, module, lookup)`` → rows (positions, dim) of a lookup that has copied them."""
-
-    @staticmethod
-    def forward(ctx: AtOnceCtx, anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
-        ctx.module, ctx.lookup = module, lookup
-        return lookup.take_out()
-
-    @staticmethod
-    def backward(ctx: AtOnceCtx, *grads: Tensor) -> tuple[None, None, None]:
-        _ = ctx.saved_tensors  # as above
-        with torch.no_grad():
-            if _reaches_rows(ctx):
-                kept = [grads[0].to(torch.float32).contiguous()]
-                _update_or_keep(ctx.module, ctx.lookup.whole(), SequenceGradients(kept))
-        return None, None, None
+def sequence_gradients(grads: Sequence[Tensor]) -> SequenceGradients:
+    """Return the gradients of the outputs, one per part, as updates read them."""
+    return SequenceGradients([grad.to(torch.float32).contiguous() for grad in grads])
 
 
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
