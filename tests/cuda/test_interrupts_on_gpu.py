@@ -7,7 +7,7 @@ updates in threads of its own, which no signal interrupts; those of ``accumulate
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +45,8 @@ step, is_state = STEPS.step, STEPS.is_state
 CHECKS = {"": False, "with checks": True}
 
 
-def interrupted(module: EmbeddingBagCollection, interrupter: Interrupter, collect: Callable) -> bool:
-    """Make step BEFORE, in whose update the interrupter comes; return whether it did."""
+def interrupted(module: EmbeddingBagCollection, interrupter: Interrupter, collect: Callable) -> None:
+    """Make step BEFORE, in whose update the interrupter comes."""
 
     def watched(plain: Callable) -> Callable:
         def call(*args: object) -> object:
@@ -55,16 +55,12 @@ def interrupted(module: EmbeddingBagCollection, interrupter: Interrupter, collec
 
         return call
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tierstore.modules.lookup.update_rows", watched(row_updates.update_rows))
-            for name in ("prepared_update", "make_updates"):
-                plain = getattr(row_updates, name)
-                patch.setattr(f"tierstore.modules.accumulation.{name}", watched(plain))
-            step(module, BEFORE, collect)
-    except Interrupted:
-        return True
-    return False
+    with suppress(Interrupted), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierstore.modules.lookup.update_rows", watched(row_updates.update_rows))
+        for name in ("prepared_update", "make_updates"):
+            plain = getattr(row_updates, name)
+            patch.setattr(f"tierstore.modules.accumulation.{name}", watched(plain))
+        step(module, BEFORE, collect)
 
 
 def lines_of_an_update(config: str, collect: Callable, checks: bool, first: int, stride: int) -> int:
@@ -76,13 +72,13 @@ def lines_of_an_update(config: str, collect: Callable, checks: bool, first: int,
             for number in range(BEFORE):
                 step(module, number)
             interrupter = Interrupter(at)
-            came = interrupted(module, interrupter, collect)
-            if came and is_state(module, BEFORE):
+            interrupted(module, interrupter, collect)
+            if is_state(module, BEFORE):
                 step(module, BEFORE)
             assert is_state(module, BEFORE + 1), interrupter.where
             step(module, BEFORE + 1)
             assert is_state(module, BEFORE + 2), interrupter.where
-        at += stride
+        at, came = at + stride, interrupter.came
     return interrupter.lines
 
 

@@ -35,6 +35,11 @@ class Interrupter:
         # meanwhile, such as by the garbage collector's end of an older ``on``, the call would go elsewhere.
         self._tracer = self._call
 
+    @property
+    def came(self) -> bool:
+        """Whether the line was reached: Python drops what a finaliser or a weak callback raises."""
+        return self.lines >= self.at
+
     @contextmanager
     def on(self) -> Iterator[None]:
         assert threading.current_thread() is threading.main_thread()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ def reached(module: Bags, at_least: int) -> int:
 
 def train_interrupted(config: TierConfig, ahead: bool, interrupter: Any) -> bool:
     """Whether an interrupt came before the training was over."""
-    done, came = 0, False
+    done = 0
     with build(config, ADAGRAD, (5,)) as module:
         while done < len(BATCHES):
             rest: Any = BATCHES[done:]
@@ -72,11 +72,10 @@ def train_interrupted(config: TierConfig, ahead: bool, interrupter: Any) -> bool
                         done += 1
                     module.flush()
             except Interrupted:
-                came = True
                 done = reached(module, done)
         assert reached(module, done) == done
         step(module, BATCHES[0])  # whatever was interrupted, training goes on
-    return came
+    return interrupter.came
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
@@ -99,15 +98,12 @@ def test_an_exception_at_any_line_of_a_lookup_of_rows_that_are_here(config: Tier
             expected.append(everything(memory))
     at, came = 1, True
     while came:
-        interrupter, came = Interrupter(at), False
+        interrupter = Interrupter(at)
         with build(config, ADAGRAD, (5,)) as module:
             for ids in BATCHES:
                 step(module, ids)
-            try:
-                with interrupter.on():
-                    step(module, BATCHES[0])
-            except Interrupted:
-                came = True
+            with suppress(Interrupted), interrupter.on():
+                step(module, BATCHES[0])
             rows, done = everything(module), 0
             while not all(map(torch.equal, rows, expected[done])):
                 done += 1
@@ -115,7 +111,7 @@ def test_an_exception_at_any_line_of_a_lookup_of_rows_that_are_here(config: Tier
             step(module, BATCHES[0])
             assert all(map(torch.equal, everything(module), expected[done + 1]))
             assert module.engine.stats()["lookups"] in (len(BATCHES) + 1, len(BATCHES) + 2)
-        at += 1
+        at, came = at + 1, interrupter.came
     assert at > 60
 
 
@@ -134,20 +130,17 @@ def test_rows_that_are_changed_are_as_before_or_after(tiers: str) -> None:
         initial = memory.rows(ids)
     at, came = 1, True
     while came:
-        interrupter, came = Interrupter(at), False
+        interrupter = Interrupter(at)
         with build(TIERS[tiers], ADAGRAD, (5,)) as module:
-            try:
-                with interrupter.on():
-                    change(module, ids, values)
-            except Interrupted:
-                came = True
+            with suppress(Interrupted), interrupter.on():
+                change(module, ids, values)
             rows = module.rows(ids)
             assert ((rows == initial).all(1) | (rows == values).all(1)).all()
             change(module, ids, values)
             rows = module.rows(ids)
             assert torch.equal(rows[::2], values[::2])
             assert torch.equal(rows[1::2], initial[1::2])
-        at += 13
+        at, came = at + 13, interrupter.came
     assert at > 300
 
 

@@ -16,17 +16,16 @@ def test_a_caught_interrupt_holds_no_lock(opened):
     store.commit()
     at, came = 1, True
     while came:
-        came = False
+        interrupter = Interrupter(at)
         try:
-            with Interrupter(at).on():
+            with interrupter.on():
                 store.stats()
                 store.commits()
                 store.meta()
         except Interrupted:
-            came = True
             thread = threading.Thread(target=assert_holds, args=(store, 1, range(10)), daemon=True)
             thread.start()
             thread.join(20)
             assert not thread.is_alive()
-        at += 1
+        at, came = at + 1, interrupter.came
     assert at > 6
