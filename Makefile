@@ -69,25 +69,29 @@ SANITIZED := $(addprefix csrc/common/,crc32c.cc float_mode.cc fork.cc huge_pages
   $(wildcard csrc/io/*.cc csrc/store/*.cc)
 SANITIZE_OUT := build/sanitize
 
-$(SANITIZE_OUT)/%-address: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
-	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all $(CXXFLAGS) -pthread -Icsrc $< \
-	  $(SANITIZED) -o $@
+# Objects are compiled once in each of these ways, and link with every program. `small`: the index has a thousandth
+# of its limits. `fuzzed`: the fuzzer counts which edges of the code its inputs reach.
+ADDRESS := -fsanitize=address,undefined -fno-sanitize-recover=all
+SANITIZERS := address thread small fuzzed
+FLAGS_address := $(ADDRESS)
+FLAGS_thread := -fsanitize=thread
+FLAGS_small := $(ADDRESS) -DTIERSTORE_SMALL_INDEX
+FLAGS_fuzzed := $(ADDRESS) -fsanitize-coverage=trace-pc
 
-$(SANITIZE_OUT)/fuzz_formats-address: CXXFLAGS += -fsanitize-coverage=trace-pc
+define sanitizer
+$(SANITIZE_OUT)/$(1)/%.o: csrc/%.cc $(filter %.h,$(CSRC))
+	@mkdir -p $$(@D)
+	$(CXX) -std=c++20 -g -O1 $(FLAGS_$(1)) $(CXXFLAGS) -pthread -Icsrc -c $$< -o $$@
 
-# The index at a thousandth of its limits.
-$(SANITIZE_OUT)/index_test-small: csrc/store/tests/index_test.cc $(SANITIZED) $(CSRC)
-	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -DTIERSTORE_SMALL_INDEX -pthread \
-	  -Icsrc $< $(SANITIZED) -o $@
+$(SANITIZE_OUT)/%-$(1): $(SANITIZE_OUT)/$(1)/store/tests/%.o $(SANITIZED:csrc/%.cc=$(SANITIZE_OUT)/$(1)/%.o)
+	$(CXX) $(FLAGS_$(1)) -pthread $$^ -o $$@
 
-$(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
-	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -g -O1 -fsanitize=thread -pthread -Icsrc $< $(SANITIZED) -o $@
+.PRECIOUS: $(SANITIZE_OUT)/$(1)/%.o
+endef
+$(foreach kind,$(SANITIZERS),$(eval $(call sanitizer,$(kind))))
 
 sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address index_test-small \
-  table_locations_test-address store_test-address scan_test-address fuzz_formats-address store_test-thread scan_test-thread)
+  table_locations_test-address store_test-address scan_test-address fuzz_formats-fuzzed store_test-thread scan_test-thread)
 	$(SANITIZE_OUT)/config_test-address
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/index_test-small 200000
@@ -96,7 +100,7 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address in
 	$(SANITIZE_OUT)/store_test-thread $(SANITIZE_OUT)/stores 200
 	$(SANITIZE_OUT)/scan_test-address $(SANITIZE_OUT)/stores
 	$(SANITIZE_OUT)/scan_test-thread $(SANITIZE_OUT)/stores
-	$(SANITIZE_OUT)/fuzz_formats-address csrc/store/tests/corpus 100000
+	$(SANITIZE_OUT)/fuzz_formats-fuzzed csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)
 	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills crash-attack
