@@ -51,7 +51,7 @@ void Compactor::Run() {
 bool Compactor::CompactOnce(Lock& lock) {
   const Survey survey = state_.space.TakeSurvey();
   const Victim victim = victims_.Pick(survey);
-  if (survey.released > 0 && victims_.IsShort(survey) && committer_.CanRenew() && gained_bytes_ > 0 &&
+  if (survey.released > 0 && victims_.IsShort(survey) && committer_.CanRenew() && gain_.bytes() > 0 &&
       (victim.segment == nullptr || VictimPicker::IsEnough(survey))) {
     RenewCommit(lock);
     return true;
@@ -64,14 +64,14 @@ bool Compactor::CompactOnce(Lock& lock) {
 void Compactor::RenewCommit(Lock& lock) {
   // What is left unfilled so that a block ends there must be won first next time, or renewing and compacting
   // could go on for ever.
-  gained_bytes_ = -static_cast<std::int64_t>(kBlockBytes);
+  gain_.Reset(-static_cast<std::int64_t>(kBlockBytes));
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
     for (const Stream stream : {kOfCommit, kSinceCommit}) {
       const SegmentPtr segment = row_class->active[stream];
       if (segment == nullptr) continue;
       const std::uint32_t slots = segment->slots;
       appender_.Flush(segment);
-      gained_bytes_ -= static_cast<std::int64_t>(segment->BytesOfCopies(segment->slots - slots));
+      gain_.Subtract(segment->BytesOfCopies(segment->slots - slots));
     }
   }
   committer_.Renew(lock);
@@ -81,7 +81,7 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   Segment& segment = *victim.segment;
   const RowClass& row_class = *segment.row_class;
   const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
-  CountGain(victim);
+  gain_.Count(victim, state_.segments.by_number());
   AlignedBuffer buffer(row_class.chunk_bytes);
   // What seems damaged is read once more: it may have been so on the way only.
   for (int pass = 0; pass < 2 && victim.Left() > 0; ++pass) {
@@ -98,23 +98,6 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
       " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
       "verify` names the damaged rows and says what to do");
-}
-
-// A segment that still has rows which the last commit needs stays, so its bytes are won only when these rows
-// are copied, too. What the first copies take is counted then: or one segment, copied in two parts, would be
-// won twice, and renewing the commit and compacting could go on for ever.
-void Compactor::CountGain(const Victim& victim) {
-  const Segment& segment = *victim.segment;
-  if (!victim.with_kept && segment.kept > 0) {
-    const auto& segments = state_.segments.by_number();
-    if (copied_bytes_.size() > 2 * segments.size() + 16)
-      std::erase_if(copied_bytes_, [&](const auto& entry) { return !segments.contains(entry.first); });
-    copied_bytes_[segment.number] += static_cast<std::int64_t>(segment.BytesOfCopies(victim.Left()));
-    return;
-  }
-  gained_bytes_ += Gain(segment, victim.Left());
-  if (const auto copied = copied_bytes_.extract(segment.number); !copied.empty())
-    gained_bytes_ -= copied.mapped();
 }
 
 // Reads slots first to last. Only what the device says of these very bytes counts against the segment:
