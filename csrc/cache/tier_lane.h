@@ -1,5 +1,5 @@
-// A lane has slots of a memory tier, the index that says which slot holds which key, and the policy that
-// chooses victims. The rows at these slots belong to a device (bindings/host_rows.h), of which the tier knows
+// A lane has slots of a memory tier, the index that says which slot holds which key, and the policies that
+// choose victims. The rows at these slots belong to a device (bindings/host_rows.h), of which the tier knows
 // nothing.
 //
 // One thread plans at a time and holds the tier's lock (the caller's) while it calls anything here except
