@@ -17,7 +17,7 @@ constexpr unsigned kMaxFailedReads = 3;  // of a segment, until it is taken for 
 
 }  // namespace
 
-// The slots from `first` to `last` of a victim, whose bytes `data` holds.
+// A Batch is the slots from `first` to `last` of a victim; `data` holds their bytes.
 struct Compactor::Batch {
   const Victim& chosen;
   const std::byte* data;
@@ -47,7 +47,7 @@ void Compactor::Run() {
   }
 }
 
-// False when there is nothing to win.
+// Returns false when there is nothing to win.
 bool Compactor::CompactOnce(Lock& lock) {
   const Survey survey = state_.space.TakeSurvey();
   const Victim victim = victims_.Pick(survey);
@@ -62,8 +62,8 @@ bool Compactor::CompactOnce(Lock& lock) {
 }
 
 void Compactor::RenewCommit(Lock& lock) {
-  // What is left unfilled so that a block ends there must be won first next time, or renewing and compacting
-  // could go on for ever.
+  // Bytes that stay unfilled so that a block ends there must be won first next time, or renewing and
+  // compacting could go on for ever.
   gain_.Reset(-static_cast<std::int64_t>(kBlockBytes));
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
     for (const Stream stream : {kOfCommit, kSinceCommit}) {
@@ -83,7 +83,7 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
   gain_.Count(victim, state_.segments.by_number());
   AlignedBuffer buffer(row_class.chunk_bytes);
-  // What seems damaged is read once more: it may have been so on the way only.
+  // Records that seem damaged are read once more: their bytes may have changed only on the way.
   for (int pass = 0; pass < 2 && victim.Left() > 0; ++pass) {
     for (std::uint32_t first = 0; first < slots && victim.Left() > 0 && !control_.stopped(); first += step) {
       const std::uint32_t last = std::min(slots, first + step);
@@ -96,12 +96,13 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   segment.damaged = true;
   throw CorruptError(
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
-      " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
-      "verify` names the damaged rows and says what to do");
+      " damaged rows (checksum or key mismatch) and left these rows there; all other rows were copied. "
+      "`tierstore verify` names the damaged rows and says what to do");
 }
 
-// Reads slots first to last. Only what the device says of these very bytes counts against the segment:
-// memory, descriptors or space may be short for a moment, and errors of the target are none of it.
+// Reads slots first to last. Only errors of the device for these very bytes count against the segment:
+// memory, descriptors or space may be short for a moment, and the target's errors do not concern this
+// segment.
 void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last,
                            std::byte* data) {
   const Geometry& geometry = victim.row_class->geometry;
@@ -122,7 +123,8 @@ void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std
                      ", within its rows");
 }
 
-// Looks up to kSlotsPerBatch slots up together, since most of the time of one goes by waiting for memory.
+// Looks up to kSlotsPerBatch slots up together, since most of the time of one look-up goes by waiting for
+// memory.
 void Compactor::FindNewest(const Batch& batch, std::span<const std::uint32_t> slots, bool* newest) const {
   const Segment& victim = batch.victim();
   const RowClass& row_class = *victim.row_class;
@@ -144,7 +146,7 @@ bool Compactor::IsNeeded(const Batch& batch, std::uint32_t slot) const {
   return newest || IsKept(batch, slot);
 }
 
-// Slots of the batch that are needed, and intact.
+// Returns the slots of the batch that are needed and intact.
 std::vector<std::uint32_t> Compactor::FindNeeded(Lock& lock, const Batch& batch) {
   const Segment& victim = batch.victim();
   std::uint32_t some[kSlotsPerBatch];

@@ -1,6 +1,6 @@
-// The compactor: a thread that copies needed rows out of segments that hold few of them, so that the segments
-// can go, and that removes segments that nothing needs. When space is short it serves the call that waits;
-// otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
+// The compactor is a thread that copies needed rows out of segments that hold few of them, so that the
+// segments can go, and that removes segments that nothing needs. When space is short the compactor serves the
+// call that waits; otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
 //
 // A copy changes nothing that a caller sees: Read gives the same bytes before and after. A row that is
 // damaged is not copied: its segment stays and is left alone from then on. The write queue gets the error,

@@ -19,9 +19,9 @@ namespace tierstore {
 
 class DenseRanges {
  public:
-  // Ids of a range: 2^range_bits. With fewer than 2^6, ranges would share words.
+  // A range has 2^range_bits ids. With fewer than 2^6, ranges would share words.
   static constexpr unsigned kRangeBits = 16, kLeastRangeBits = 6;
-  // Bits of a location, plus one, so that 0 says that an id is absent. All ones is no location either.
+  // An array has locations plus one, so that 0 says that an id is absent. All ones is no location either.
   static constexpr unsigned kMostBits = TableIndex::kLocationBits;
 
   explicit DenseRanges(unsigned range_bits) : range_bits_(range_bits) {}

@@ -18,8 +18,9 @@
 
 namespace tierstore {
 
-// A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; bytes up to
-// `queued` are on their way to the file and no longer change; bytes up to `written` are in the file.
+// A Chunk is a stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`;
+// bytes up to `queued` are on their way to the file and no longer change; bytes up to `written` are in the
+// file.
 struct Chunk {
   // The usual size of a chunk. A chunk has whole frames, so no record is in two chunks.
   static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;
@@ -34,12 +35,12 @@ struct Chunk {
 
 struct RowClass;
 
-// Slots of segments that are not retired.
+// Counts has numbers of slots of segments that are not retired.
 struct Counts {
   std::uint64_t slots = 0, live = 0;
   std::uint64_t kept = 0;  // rows in segments that are not older than the interval
 
-  // Slots whose rows are superseded, but for those that last (Segment::Lasting).
+  // Returns the number of slots whose rows are superseded, without the rows that last (Segment::Lasting).
   std::uint64_t Dead() const { return slots - live - kept; }
   bool operator==(const Counts&) const = default;
 };
@@ -117,7 +118,7 @@ struct Segment {
   // its file.
   bool IsComplete() const { return sealed && chunks.empty(); }
   SegmentHeader Header(const StoreId& store) const;
-  // The bytes of copies of this many of its rows, with their part of header and footer.
+  // Returns the bytes of copies of this many of its rows, with their part of header and footer.
   std::uint64_t BytesOfCopies(std::uint32_t rows) const;
 
   // Returns the chunk that records are appended to; nullptr when there is none, because nothing is appended
