@@ -86,6 +86,8 @@ TIERSTORE_BINDINGS(kernels) {
   m.def("num_threads", &NumThreads, "Return the number of threads that one kernel may use.");
   m.def("set_num_threads", &SetNumThreads, py::arg("n"),
         "Let every kernel use at most n threads. Results do not depend on n.");
+  m.def("start_threads", &StartThreads,
+        "Start the threads that kernels may use now: each has the niceness of the thread that starts it.");
   m.def(
       "isa", [] { return std::string(kIsaNames[static_cast<int>(ActiveIsa())]); },
       "Return the instruction set in use: 'baseline', 'avx2' or 'avx512'.");

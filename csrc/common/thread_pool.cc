@@ -45,7 +45,7 @@ class ThreadPool {
     const int helpers = static_cast<int>(std::min<std::int64_t>(loop.max_helpers, pieces - 1));
     {
       std::lock_guard lock(mutex_);
-      while (started_ < loop.max_helpers) StartWorker();
+      StartUpTo(loop.max_helpers);
       loops_.push_back(&loop);
     }
     for (int i = 0; i < helpers; ++i) work_.notify_one();
@@ -56,10 +56,18 @@ class ThreadPool {
     if (loop.error) std::rethrow_exception(loop.error);
   }
 
+  void Start(int workers) {
+    std::lock_guard lock(mutex_);
+    StartUpTo(workers);
+  }
+
  private:
-  void StartWorker() {
-    std::thread([this] { Serve(); }).detach();
-    ++started_;
+  // With mutex_.
+  void StartUpTo(int workers) {
+    while (started_ < workers) {
+      std::thread([this] { Serve(); }).detach();
+      ++started_;
+    }
   }
 
   void Serve() {
@@ -146,8 +154,12 @@ int NumThreads() { return ThreadCount().load(); }
 
 void SetNumThreads(int n) {
   if (n < 1 || n > 1024) throw std::invalid_argument("number of threads must be between 1 and 1024");
+  if (ThreadPool* pool = g_pool.load())
+    pool->Start(n - 1);  // the next loop may be of a thread that gives way
   ThreadCount().store(n);
 }
+
+void StartThreads() { Pool().Start(NumThreads() - 1); }
 
 void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& fn) {
   if (begin >= end) return;

@@ -2,7 +2,7 @@
 //
 // The calling thread takes part in its own loop, so a loop never waits for a free worker, loops may run
 // at the same time from several threads, and a loop may start another one. The pool starts its threads on
-// first use and again, lazily, in a forked child.
+// first use and again, lazily, in a forked child; a thread has the niceness of the thread that started it.
 #pragma once
 
 #include <cstdint>
@@ -22,5 +22,8 @@ void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain,
 int NumThreads();
 // Sets the number for loops that start afterwards. Throws std::invalid_argument unless 1 <= n <= 1024.
 void SetNumThreads(int n);
+
+// Starts the threads that loops may use now, so that they have the caller's niceness.
+void StartThreads();
 
 }  // namespace tierstore

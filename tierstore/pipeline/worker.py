@@ -19,8 +19,8 @@ from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.learning import Call, tensors_read
 from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
-from tierstore.pipeline.openmp import share_processors
 from tierstore.pipeline.planned import Planned, RecentBatches
+from tierstore.pipeline.processors import give_way, share_processors
 from tierstore.pipeline.windows import Window
 
 
@@ -46,6 +46,7 @@ class Worker:
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
         self._recent = RecentBatches()
+        self._gives_way = False
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._is_started = False  # whether batches may be planned
@@ -222,6 +223,7 @@ class Worker:
                 self._break()
 
     def _plan(self, planned: Planned) -> None:
+        self._give_way()
         self._recent.add(planned, self._depth)
         place = planned.last - len(planned.lookups)
         for group, pinned in planned.lookups:
@@ -241,6 +243,12 @@ class Worker:
                     pinned.fail(error)
                 self._break()
             pinned.cancel()
+
+    def _give_way(self) -> None:
+        """Give way to other threads, once no thread is left to be started here that they wait for."""
+        if not self._gives_way and all(group.stack.threads_started() for group in self.groups):
+            self._gives_way = True
+            give_way()
 
     def _break(self) -> None:
         """Look later batches up on demand, since a plan that they rely on has failed."""

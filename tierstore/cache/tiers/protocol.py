@@ -171,6 +171,12 @@ class Tier(Protocol):
         return
 
     @property
+    def threads_started(self) -> bool:
+        """Whether the tier starts no thread by itself, or has started all. A thread has the niceness of the
+        thread that starts it."""
+        return True
+
+    @property
     def policy_seconds(self) -> float:
         """Seconds that the tier's policy has taken so far."""
         return 0.0

@@ -137,6 +137,11 @@ class ReadAhead:
         each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
         return int(each * held + self._entries * _core.Sweep.BYTES_PER_ENTRY)
 
+    @property
+    def threads_started(self) -> bool:
+        """Whether the threads that read run."""
+        return bool(self._threads)
+
     # -- what happens to rows -------------------------------------------------------------
 
     def announce(self, seq: int, keys: Keys) -> None:

@@ -50,6 +50,10 @@ class TierStack:
         """Return the distinct rows in the window from which on a longer window brings no tier anything."""
         return max(tier.window_rows for tier in self.tiers)
 
+    def threads_started(self) -> bool:
+        """Return whether the tiers have started all threads that they start by themselves."""
+        return all(tier.threads_started for tier in self.tiers)
+
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that an automatic window of ``rows`` distinct rows may take of the memory for rows
         read ahead."""

@@ -56,6 +56,10 @@ class StoreTier(LastingTier):
     def window_rows(self) -> float:
         return 0.0 if self.ahead is None else self.ahead.window_rows
 
+    @property
+    def threads_started(self) -> bool:
+        return self.ahead is None or self.ahead.threads_started
+
     def window_bytes(self, rows: int) -> int:
         return 0 if self.ahead is None else self.ahead.window_bytes(rows)
 

@@ -1,0 +1,149 @@
+"""Waiting threads of OpenMP leave the processors to a prefetch, and a prefetch gives way to other threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierstore
+from tests.bags import SGD, budget, build, random_batches
+from tierstore import TierConfig
+from tierstore.pipeline.processors import give_way
+
+CODE = """
+import os, sys
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import threading, time
+import torch
+from tierstore.pipeline.processors import share_processors
+
+def seconds() -> float:
+    # CPU seconds of 100 short operations with pauses, in which nothing is to be done.
+    begun = time.process_time()
+    for _ in range(100):
+        ones.add_(1)
+        time.sleep(0.004)
+    return time.process_time() - begun
+
+torch.set_num_threads(2)
+ones, end = torch.ones(1 << 17), threading.Event()
+seconds()
+alone = seconds()
+def prefetch():
+    share_processors()
+    begun.set()
+    end.wait()
+begun = threading.Event()
+thread = threading.Thread(target=prefetch)
+thread.start()
+begun.wait()
+beside = seconds()
+end.set()
+thread.join()
+print(alone, beside, seconds())
+"""
+
+
+def measured() -> list[float]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    done = subprocess.run([sys.executable, "-c", CODE], env=own, capture_output=True, text=True, check=True)
+    return [float(value) for value in done.stdout.split()]
+
+
+def test_waiting_threads_sleep_while_a_prefetch_works():
+    """Without a prefetch one of two threads spins through the pauses, a millisecond and more of each."""
+    alone, beside, again = measured()
+    assert alone > 0.1, "libgomp does not spin any more; share_processors() can go"
+    assert beside < 0.4 * alone
+    assert again > 2 * beside
+
+
+def niceness() -> dict[str, set[int]]:
+    """The niceness of the process's threads, by their names; those that Python does not know are native."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, set[int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        found.setdefault(names.get(int(task.name), "native"), set()).add(of_thread(int(task.name)))
+    return found
+
+
+def of_thread(thread: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, with which what the thread changes of itself ends."""
+    with ThreadPoolExecutor(1) as pool:
+        thread, result = pool.submit(lambda: (threading.get_native_id(), function())).result()
+    while Path(f"/proc/self/task/{thread}").exists():  # a joined thread may be about to end
+        time.sleep(0.001)
+    return result
+
+
+def own_niceness() -> int:
+    give_way()
+    return of_thread(threading.get_native_id())
+
+
+def test_only_the_worker_of_a_prefetch_gives_way(tmp_path: Path) -> None:
+    seen = []
+    config = TierConfig(hbm=budget(60, dim=8), engine="native", path=tmp_path, read_ahead="1MiB")
+    with build(config, SGD, (8,)) as module:
+        batches = random_batches(1, 20, 1, 40, 2)
+        for batch in tierstore.prefetch(batches, module, inputs={"": lambda batch: (batch,)}, window=4):
+            module(batch).sum().backward()
+            seen.append(niceness())
+    own = of_thread(0)
+    assert "tierstore-read-ahead" not in seen[0], "rows leave memory later than expected"
+    (worker,) = seen[10].pop("tierstore-prefetch")
+    assert worker == min(own + 5, 19)
+    assert {"tierstore-read-ahead", "native"} <= seen[10].keys()
+    assert set().union(*seen[10].values()) == {own}
+
+
+def test_a_thread_gives_way_up_to_the_least_priority() -> None:
+    own = of_thread(0)
+    assert in_thread(own_niceness) == min(own + 5, 19)
+    assert in_thread(lambda: [own_niceness() for _ in range(6)][-1]) == 19
+    assert of_thread(0) == own
+
+
+def test_a_system_that_forbids_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: int) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    assert in_thread(own_niceness) == of_thread(0)
+
+
+def test_elsewhere_the_whole_process_keeps_its_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where threads have no niceness of their own, setpriority changes the process's."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "setpriority", None)
+    assert in_thread(own_niceness) == of_thread(0)
+
+
+def test_threads_of_the_kernels_keep_their_priority() -> None:
+    """In a process whose first kernel is called by a thread that gives way, also with more threads later."""
+    code = """
+import threading
+from tests.pipeline.test_processors import in_thread, niceness, of_thread, own_niceness
+import tierstore
+tierstore.set_num_threads(3)
+in_thread(own_niceness)
+first = niceness()["native"], len(list(__import__("os").scandir("/proc/self/task")))
+tierstore.set_num_threads(6)
+second = niceness()["native"], len(list(__import__("os").scandir("/proc/self/task")))
+assert first[0] == second[0] == {of_thread(0)}, (first, second)
+assert second[1] == first[1] + 3, (first, second)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
