@@ -152,7 +152,7 @@ class TierLane {
   void CommitSlots(std::int64_t slots);
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
-  // Fetches what the arrays have of a slot into the processor's cache. Slots are in no order.
+  // Fetches the elements that the arrays have for a slot into the processor's cache. Slots are in no order.
   static constexpr std::size_t kAhead = 24;
   void Prefetch(std::int32_t slot) const;
   // A share and its free slots. Its slots are begin .. begin + capacity - 1.

@@ -4,7 +4,7 @@
 // A crash may lose a write or truncation that no later Sync of its file covers, and may tear such a write at
 // 512-byte sectors. A crash may lose a creation, rename or removal that no later SyncDirectory of its
 // directory covers. Each operation may be lost alone. These promises are weaker than the promises of
-// journaling file systems, and the store relies on no others.
+// journaling file systems, and the store relies on no other promises.
 #pragma once
 
 #include <map>

@@ -8,7 +8,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kPiecePositions = 512;
-constexpr std::int64_t kBagsAhead = 4;  // so many bags ahead the output is prefetched
+constexpr std::int64_t kBagsAhead = 4;  // the output of bags is prefetched so far ahead
 
 // Reads rows by position, in loops over consecutive positions: each read prefetches the row of a later read.
 template <typename Weights>

@@ -80,7 +80,7 @@ class DenseRanges {
   static Location At(const std::byte* array, unsigned range_bits, unsigned bits, std::size_t position);
   static void SetAt(std::byte* array, unsigned range_bits, unsigned bits, std::size_t position,
                     Location location);
-  // Returns what At gives where all bits are set. No location in arrays of so many bits has this value.
+  // Returns the value that At gives where all bits are set. No location in an array of `bits` has this value.
   static Location NoLocation(unsigned bits) { return (Location{1} << bits) - 2; }
 
   unsigned range_bits() const { return range_bits_; }
@@ -98,7 +98,7 @@ class DenseRanges {
   struct Pool {
     IndexMemory memory;
     std::vector<std::uint32_t> free;  // places
-    std::uint32_t places = 0;         // with the free ones
+    std::uint32_t places = 0;         // free places included
   };
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
   static constexpr unsigned kLeastBits = 8;

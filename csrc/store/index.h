@@ -84,7 +84,7 @@ class TableIndex {
 
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
   // that were there at the start and stay are listed once, whatever is put meanwhile, while the index keeps
-  // its order. Then all ids with a smaller ListPlace than the cursor were listed, and no others. The list
+  // its order. Then all ids with a smaller ListPlace than the cursor were listed, and no other ids. The list
   // jumps about in h: a caller that puts the ids into another index, entry by entry, would otherwise fill it
   // from one end, where each entry pushes aside all entries before it.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
@@ -148,7 +148,7 @@ class TableIndex {
 
     Location MostLocation() const { return (Location{1} << 8 * location_bytes) - 3; }
   };
-  static const Layout kLayouts[2][3];  // for locations of 32 bits, and for longer ones
+  static const Layout kLayouts[2][3];  // for locations of 32 bits, and for longer locations
 
   // Where the bits of an entry are.
   struct Format {

@@ -87,7 +87,7 @@ struct Segment {
   bool damaged = false;              // compaction met a damaged record here; not tried again
   unsigned failed_reads = 0;         // of compaction; after some the segment counts as damaged
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
-  std::uint64_t released_bytes = 0;  // of them, in SegmentSet::released_bytes
+  std::uint64_t released_bytes = 0;  // the part of them that SegmentSet::released_bytes counts
   std::uint64_t file_bytes = 0;      // bytes that are written
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
@@ -169,7 +169,7 @@ struct RowClass {
   // Returns whether there is a place for a segment of callers, besides the segments that compaction copies
   // to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
-  // Gives the segment the first free ordinal, or (cheaper) one behind all others.
+  // Gives the segment the first free ordinal, or (cheaper) an ordinal behind all other segments.
   void AddSegment(const SegmentPtr& segment);
   void AppendSegment(const SegmentPtr& segment);
   // Frees the segment's ordinal.
@@ -229,7 +229,7 @@ inline void Segment::Keep(std::uint32_t slot) {
 
 // Returns the keys (and, of copies, the epochs) of the segment's slots, and which slots are voids. They come
 // from the footer or, where no footer is valid, from the records of the slots from `first_slot` on; the keys
-// of earlier slots may then be missing (0). Throws CorruptError when one of those records is damaged,
+// of earlier slots may then be missing (0). Throws CorruptError when one of these records is damaged,
 // IoError, CallEnded.
 Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot);
 

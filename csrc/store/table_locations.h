@@ -1,5 +1,5 @@
 // Holds the locations of one table's rows, in two parts: ids that lie close together in dense ranges
-// (store/dense_ranges.h), all others in a hash index (store/index.h). Both are exact.
+// (store/dense_ranges.h), all other ids in a hash index (store/index.h). Both are exact.
 //
 // New ids come to the hash index. A range of ids becomes dense when a share kDenseShare of its ids is there:
 // from then on the array takes less than entries of the hash index do. One id in 64 is counted to know
