@@ -1,5 +1,5 @@
-// Bindings of what lookups and rows outside tiers need: Batch, HeldRows, Sweep, Window. Arrays that are
-// returned are views that keep their owner alive; callers do not write to them.
+// Binds the classes of lookups and of rows outside of tiers: Batch, HeldRows, Sweep, Window. Returned arrays
+// are views that keep their owner alive; callers do not write to them.
 #include <numeric>
 #include <optional>
 
@@ -40,7 +40,7 @@ void BindHeldRows(py::module_& m) {
       .def(py::init<std::int64_t, std::int64_t>(), py::arg("capacity"), py::arg("row_bytes"))
       .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return HeldRows::kBytesPerRow; })
       .def("find", &FindSlots<HeldRows>, py::arg("keys"),
-           "Slots (int32) of keys (uint64), -1 where a row is not here.")
+           "Return the slots (int32) of keys (uint64), -1 where a row is not here.")
       .def(
           "add",
           [](HeldRows& held, const Array<std::uint64_t>& keys) {
@@ -64,7 +64,8 @@ void BindHeldRows(py::module_& m) {
             }
             return py::make_tuple(Owned(std::move(begun)), Owned(std::move(slots)));
           },
-          py::arg("keys"), "The keys (uint64) that are neither here nor on their way, and slots (int32).")
+          py::arg("keys"),
+          "Return the keys (uint64) that are neither here nor on their way, and slots (int32) for them.")
       .def(
           "finish",
           [](HeldRows& held, const Array<std::int32_t>& slots, const Array<bool>& found) {
@@ -87,7 +88,7 @@ void BindHeldRows(py::module_& m) {
             return Array<std::uint8_t>({held.capacity(), held.row_bytes()},
                                        reinterpret_cast<std::uint8_t*>(held.rows()), self);
           },
-          "All slots, uint8 (capacity, row_bytes).")
+          "Return the rows of all slots, uint8 (capacity, row_bytes).")
       .def_property_readonly("room", &HeldRows::room)
       .def_property_readonly("capacity", &HeldRows::capacity)
       .def("__len__", &HeldRows::size);
@@ -164,19 +165,19 @@ TIERSTORE_BINDINGS(cache) {
       .def_property_readonly("inverse",
                              [](py::object self) { return View(self.cast<Batch&>().inverse, self); });
   m.def("make_batch", &MakeBatch, py::arg("segments"),
-        "Deduplicates ids. segments: (address, count, is_int32, table, bound, padding id or -1) per feature. "
-        "Returns (batch, bad segment or -1, its position, the id).");
+        "Deduplicate ids. segments has (address, count, is_int32, table, bound, padding id or -1) of each "
+        "feature. Returns (batch, bad segment or -1, position of the bad id, the id).");
   m.def(
       "content_hash",
       [](std::uintptr_t address, std::size_t bytes) {
         const auto* const data = reinterpret_cast<const void*>(address);
-        // To get the interpreter's lock back from a busy thread takes longer than to hash a few bytes.
+        // Getting the interpreter's lock back from a busy thread takes longer than hashing a few bytes.
         constexpr std::size_t kUnlockFrom = 1 << 20;
         if (bytes < kUnlockFrom) return ContentHash(data, bytes);
         const py::gil_scoped_release unlocked;
         return ContentHash(data, bytes);
       },
-      py::arg("address"), py::arg("bytes"), "A hash (XXH64) of so many bytes.");
+      py::arg("address"), py::arg("bytes"), "Return a hash (XXH64) of these bytes.");
   m.def(
       "batch_of_unique",
       [](const Array<std::uint64_t>& keys) {
@@ -186,7 +187,7 @@ TIERSTORE_BINDINGS(cache) {
         std::iota(batch->inverse.begin(), batch->inverse.end(), 0);
         return batch;
       },
-      py::arg("keys"), "A batch of keys (uint64) without repeats.");
+      py::arg("keys"), "Return a batch of keys (uint64) that have no repeats.");
   m.def(
       "rows_array",
       [](std::int64_t n, std::int64_t row_bytes) {
@@ -194,7 +195,7 @@ TIERSTORE_BINDINGS(cache) {
         return rows.reshape({n, row_bytes});
       },
       py::arg("n"), py::arg("row_bytes"),
-      "Room for n rows, uint8 (n, row_bytes) in no defined state, outside malloc's heap when large.");
+      "Return room for n rows, uint8 (n, row_bytes) in no defined state, outside malloc's heap when large.");
   BindHeldRows(m);
   BindSweep(m);
   BindWindow(m);

@@ -1,4 +1,4 @@
-// Bindings of the Envs: the Env that changes nothing, and Envs that stand in for a file system in tests.
+// Binds the Env that changes nothing, and the Envs that stand in for a file system in tests.
 #include "io/env.h"
 
 #include "bindings/registry.h"
@@ -74,7 +74,7 @@ TIERSTORE_BINDINGS(env) {
       .def("heal", &FaultEnv::Heal)
       .def("counts", &FaultEnv::Counts)
       .def("most_at_once", &FaultEnv::MostAtOnce);
-  // `folders`: (Env, path) of each, a list, which lives as long.
+  // `folders` has (Env, path) of each folder, and lives as long as the StripedEnv.
   py::class_<StripedEnv, Env>(m, "StripedEnv")
       .def(py::init([](const py::list& folders, std::uint32_t stripe_bytes) {
              std::vector<StripeFolder> parsed;

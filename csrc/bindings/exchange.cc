@@ -1,4 +1,4 @@
-// Python bindings of what sharded collections do to the ids of a batch before they exchange them.
+// Binds the functions that check and divide the ids of a batch before sharded collections exchange the ids.
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "kernels/divide.h"
@@ -8,14 +8,7 @@ namespace py = pybind11;
 namespace {
 
 using tierstore::Array;
-
-// Hands the vector's memory over to numpy.
-template <typename T>
-Array<T> Owned(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<T>*>(p); });
-  return Array<T>(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
-}
+using tierstore::Owned;
 
 template <typename Wire>
 py::tuple Divide(const tierstore::Bagged& batch, const Array<std::int64_t>& starts) {
@@ -59,10 +52,10 @@ TIERSTORE_BINDINGS(exchange) {
   m.def("divide_by_rows", &BindDivideByRows, py::arg("ids_addr"), py::arg("is_int32"), py::arg("count"),
         py::arg("lengths").noconvert(), py::arg("starts").noconvert(), py::arg("as_int32"),
         "Divide ids (int64 or int32[count]) in bags of lengths (int64) among shards that begin at starts "
-        "(int64, ascending): (ids [count] by shard, lengths [shards * bags], both int32 if as_int32, else "
-        "int64, positions int64[count], ends int64[shards] of the shards' ids). Raises ValueError for "
-        "lengths or ids that do not fit.");
+        "(int64, ascending). Returns (ids [count] by shard, lengths [shards * bags], positions int64[count], "
+        "ends int64[shards] of the shards' ids); ids and lengths are int32 if as_int32, else int64. Raises "
+        "ValueError for lengths or ids that do not fit.");
   m.def("first_outside", &BindFirstOutside, py::arg("features"),
-        "The first id outside [0, bound): (number of its feature, its position), (-1, -1) if there is none. "
-        "features: (address, is_int32, count, bound) of each.");
+        "Find the first id outside [0, bound). Returns (number of its feature, its position), or (-1, -1) if "
+        "there is none. features has (address, is_int32, count, bound) of each feature.");
 }

@@ -1,4 +1,4 @@
-// Descriptors for Python that no forked child keeps.
+// Binds descriptors that no forked child keeps.
 #include "common/fork.h"
 
 #include <fcntl.h>
@@ -27,11 +27,12 @@ OwnDescriptor OpenOwn(const std::string& path, int flags, int mode) {
 }  // namespace
 
 TIERSTORE_BINDINGS(fork) {
-  m.def("fork_count", &ForkCount, "Forks between this process and the one that imported the core.");
+  m.def("fork_count", &ForkCount,
+        "Return the number of forks between this process and the process that imported the core.");
   py::class_<OwnDescriptor>(m, "OwnDescriptor",
-                            "A descriptor that is closed in every forked child, whoever forks.")
+                            "A descriptor that is closed in every forked child, whatever code forks.")
       .def(py::init(&OpenOwn), py::arg("path"), py::arg("flags"), py::arg("mode") = 0666)
-      .def("fileno", &OwnDescriptor::value, "-1 when it is closed.")
+      .def("fileno", &OwnDescriptor::value, "Return the descriptor, or -1 when the descriptor is closed.")
       .def("close", &OwnDescriptor::Close);
 }
 

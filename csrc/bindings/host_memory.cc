@@ -1,4 +1,4 @@
-// Memory of the host that a GPU is to read and write in place.
+// Binds memory of the host that a GPU is to read and write in place.
 #include <algorithm>
 
 #include "bindings/registry.h"
@@ -17,7 +17,7 @@ class HostMemory {
  public:
   explicit HostMemory(std::size_t bytes) : memory_(bytes) {}
   std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(memory_.data()); }
-  // Takes the pages, too, by all threads: the driver, which locks them, would take them one by one.
+  // Touches the pages, too, by all threads: the driver, which locks the pages, would touch them one by one.
   void Commit(std::size_t bytes) {
     const std::size_t before = memory_.committed();
     memory_.Commit(bytes);
@@ -36,9 +36,10 @@ class HostMemory {
 }  // namespace
 
 TIERSTORE_BINDINGS(host_memory) {
-  py::class_<HostMemory>(m, "HostMemory",
-                         "Address space of the host, in huge pages where it has memory; a forked child does "
-                         "not have it.")
+  py::class_<HostMemory>(
+      m, "HostMemory",
+      "Address space of the host; committed memory lies in huge pages. A forked child does "
+      "not have this memory.")
       .def(py::init<std::size_t>(), py::arg("bytes"))
       .def_property_readonly("address", &HostMemory::address)
       .def("commit", &HostMemory::Commit, py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),

@@ -1,4 +1,4 @@
-// Rows in host memory as Python holds them, and the arguments of the kernels that work on them. Argument
+// Holds rows in host memory for Python, and the arguments of the kernels that work on the rows. Argument
 // structs are filled by name, checked when they are made and never changed; they keep their arrays alive.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "cache/reserved_memory.h"
+#include "common/key.h"
 #include "kernels/bags.h"
 #include "kernels/init.h"
 #include "kernels/optimizer.h"
@@ -24,15 +25,24 @@ using Address = std::uintptr_t;
 inline void Require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
+// Throws std::invalid_argument unless the table of each of `n` keys is below `tables`.
+inline void RequireTables(const std::uint64_t* keys, std::int64_t n, std::int64_t tables,
+                          const char* message) {
+  bool known = true;
+  for (std::int64_t i = 0; i < n; ++i) known &= KeyTable(keys[i]) < tables;
+  Require(known, message);
+}
+inline constexpr const char* kNoKind = "a key's table has no entry in kinds";
+inline constexpr const char* kNoSeed = "a key's table has no entry in seeds";
 
-// The type that "fp32", "bf16", "fp16" or "int8" names. Throws std::invalid_argument.
+// Returns the type that "fp32", "bf16", "fp16" or "int8" names. Throws std::invalid_argument.
 WeightType WeightsOf(const std::string& name);
 
-// Rows by slot: an arena of their own, or the memory of an array. Throws std::invalid_argument unless
-// row_bytes is a multiple of 16 and weights are not int8.
+// HostRows has rows by slot, in an arena of their own or in the memory of an array. The constructors throw
+// std::invalid_argument unless row_bytes is a multiple of 16 and weights are not int8.
 class HostRows {
  public:
-  // Address space for this many slots, none of which has memory yet. Throws AddressSpaceError.
+  // Reserves address space for this many slots, none of which has memory yet. Throws AddressSpaceError.
   HostRows(std::int64_t slots, std::int64_t row_bytes, WeightType weights)
       : slots_(slots), rows_{nullptr, row_bytes, weights} {
     Check();
@@ -40,7 +50,7 @@ class HostRows {
     arena_.emplace(Bytes(slots));
     rows_.base = reinterpret_cast<std::uint8_t*>(arena_->data());
   }
-  // The rows of an array (n, row_bytes).
+  // Takes the rows of an array (n, row_bytes).
   HostRows(Array<std::uint8_t> array, WeightType weights)
       : slots_(array.shape(0)),
         rows_{array.mutable_data(), array.shape(1), weights},
@@ -48,19 +58,19 @@ class HostRows {
     Check();
   }
 
-  // The first `slots` slots have memory from now on, zeros at first; where an arena is, it does not move.
-  // Throws AddressSpaceError.
+  // Gives the first `slots` slots memory, zeros at first. An arena does not move. Throws AddressSpaceError.
   void Commit(std::int64_t slots) {
     Require(slots <= slots_, "there are not so many slots");
     if (arena_) arena_->Commit(Bytes(slots));
   }
-  // The slots from `first` on hold no rows any more; an arena gives their pages back until they are written.
+  // Notes that the slots from `first` on hold no rows any more. An arena gives their pages back to the system
+  // until the slots are written again.
   void Discard(std::int64_t first) {
     if (arena_) arena_->Discard(Bytes(first));
   }
 
   std::int64_t row_bytes() const { return rows_.row_bytes; }
-  // The rows, each of which must have room for `dim` weights and this many floats of state.
+  // Returns the rows, each of which must have room for `dim` weights and this many floats of state.
   Rows Of(std::int64_t dim, std::int64_t state_floats = 0) const {
     Require(StateBegin(rows_.weights, dim) + 4 * state_floats <= rows_.row_bytes,
             "row_bytes is smaller than the weights and optimizer state of a row");
@@ -85,7 +95,7 @@ struct InitialValues {
   std::int64_t state_floats;
   float state_value;
   Array<std::uint8_t> kinds;
-  Array<float> first, second;  // parameters; kernels/init.h says of what
+  Array<float> first, second;  // parameters of each table's kind (kernels/init.h)
   Array<std::uint64_t> seeds;
   std::optional<Array<std::int64_t>> columns;
 
@@ -93,7 +103,7 @@ struct InitialValues {
   TableInit Tables() const;
 };
 
-// A row format with the seeds of the tables, for stochastic rounding.
+// A RowCodec is a row format with the seeds of the tables, for stochastic rounding.
 struct RowCodec {
   RowFormat format;
   std::optional<Array<std::uint64_t>> seeds;
@@ -107,10 +117,10 @@ struct BagArgs {
   Array<std::uint8_t> modes;
 
   BagArgs Checked() &&;
-  // The kernels check the contents at every call, since Python code may change the arrays.
+  // Returns the bags for kernels, which check the contents at every call: Python code may change the arrays.
   Bags Get() const;
   bool TakesMax() const;
-  // The same bags, whose vectors lie `stride` floats apart.
+  // Returns the same bags, whose vectors lie `stride` floats apart.
   BagArgs WithStride(std::int64_t stride) const;
 };
 
@@ -131,7 +141,7 @@ struct UpdateArgs {
   UpdateArgs Checked() &&;
 };
 
-// What stochastic rounding of updated weights depends on beside the number of the step.
+// RoundingArgs has the inputs of stochastic rounding of updated weights, beside the number of the step.
 struct RoundingArgs {
   Array<std::uint64_t> keys, seeds;
   std::optional<Array<std::int64_t>> columns;

@@ -1,4 +1,4 @@
-// Bindings of what the kernels need beside rows (bindings/rows.cc): the transpose of a batch, threads and
+// Binds the functions that kernels need beside rows (bindings/rows.cc): the transpose of a batch, threads and
 // instruction sets.
 #include <span>
 #include <string>
@@ -32,7 +32,7 @@ py::tuple Transposed(std::span<const std::int32_t> inverse, const PositionParts&
 }
 
 py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_unique) {
-  Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must fit int32");
+  Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must be between 0 and 2^31 - 1");
   Require(inverse.size() <= INT32_MAX, "more than 2^31 - 1 positions in one lookup");
   return Transposed({inverse.data(), static_cast<std::size_t>(inverse.size())}, {}, num_unique);
 }
@@ -69,31 +69,31 @@ std::vector<std::string> SupportedIsas() { return {kIsaNames, kIsaNames + static
 
 TIERSTORE_BINDINGS(kernels) {
   m.def("build_csr", &BindBuildCsr, py::arg("inverse").noconvert(), py::arg("num_unique"),
-        "(start int32[num_unique + 1], positions int32[m]): the positions of every unique row, ascending; "
-        "entries of "
-        "inverse (int32[n]) below 0 are left out.");
+        "Return (start int32[num_unique + 1], positions int32[m]): the positions of every unique row, "
+        "ascending. Entries of inverse (int32[n]) below 0 are left out.");
   m.def(
       "transposed",
       [](const Batch& batch) {
         return Transposed(batch.inverse, batch.parts, static_cast<std::int64_t>(batch.unique.size()));
       },
-      py::arg("batch"), "build_csr of a batch, by the threads of the pool.");
+      py::arg("batch"), "Do what build_csr does for a batch, by the threads of the pool.");
 
-  m.def("bag_offsets", &BindBagOffsets, py::arg("lengths"),
-        "From the lengths of each feature's bags (int64): where every bag begins, and the end of the last "
-        "one (int64[bags + 1]); and the number of every feature's first bag (int64[features + 1]).");
+  m.def(
+      "bag_offsets", &BindBagOffsets, py::arg("lengths"),
+      "Add up the lengths of each feature's bags (int64). Returns where every bag begins and the end of the "
+      "last bag (int64[bags + 1]), and the number of every feature's first bag (int64[features + 1]).");
 
-  m.def("num_threads", &NumThreads, "Threads that one kernel may use.");
+  m.def("num_threads", &NumThreads, "Return the number of threads that one kernel may use.");
   m.def("set_num_threads", &SetNumThreads, py::arg("n"),
-        "Let every kernel use at most n threads (results stay).");
+        "Let every kernel use at most n threads. Results do not depend on n.");
   m.def("start_threads", &StartThreads,
         "Start the threads that kernels may use now: each has the niceness of the thread that starts it.");
   m.def(
       "isa", [] { return std::string(kIsaNames[static_cast<int>(ActiveIsa())]); },
-      "The instruction set in use: 'baseline', 'avx2' or 'avx512'.");
-  m.def("supported_isas", &SupportedIsas, "The instruction sets that this CPU has.");
+      "Return the instruction set in use: 'baseline', 'avx2' or 'avx512'.");
+  m.def("supported_isas", &SupportedIsas, "Return the instruction sets that this CPU has.");
   m.def("force_isa", &ForceIsaByName, py::arg("name"),
-        "For tests: use this instruction set ('auto': the best one).");
+        "Use this instruction set, for tests; 'auto' uses the best one.");
 }
 
 }  // namespace tierstore

@@ -1,5 +1,5 @@
-// Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one
-// row layout of them, in one call.
+// Binds batches of keys: KeyedBags has the bags of all keys, and KeyedFeatures makes the features of one row
+// layout of these bags in one call.
 #include "bindings/keyed.h"
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace py = pybind11;
 namespace tierstore {
 namespace {
 
-// To get the interpreter's lock back from a busy thread takes longer than to read some lengths.
+// Getting the interpreter's lock back from a busy thread takes longer than reading some lengths.
 constexpr std::int64_t kUnlockFrom = 1 << 16;
 
-// Writes where each bag begins, and the end of the last one. False if a length is negative, or if the lengths
-// do not add up to `total`.
+// Writes where each bag begins, and the end of the last bag. Returns false if a length is negative, or if the
+// lengths do not add up to `total`.
 template <typename T>
 bool SumLengths(const T* lengths, std::int64_t bags, std::int64_t total, std::int64_t* offsets) {
   std::uint64_t at = 0;
@@ -48,7 +48,7 @@ bool SumLengths(const Integers& lengths, std::int64_t total, std::int64_t* offse
   return sum();
 }
 
-// Where the first length is another one, looking takes no time.
+// Returns whether all lengths are 1. As a rule the first length tells that they are not.
 bool AreOnes(const Integers& lengths) {
   const auto are_ones = [&] {
     const auto of = [&](const auto* from) {
@@ -92,7 +92,7 @@ KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::i
           "the bags of the keys do not add up to the number of lengths");
   if (offset_args) {
     const Integers offsets(*offset_args);
-    Require(offsets.count > 0, "offsets need an entry more than there are bags");
+    Require(offsets.count > 0, "offsets must have at least one entry");
     const std::int64_t first = offsets.is_int32 ? *static_cast<const std::int32_t*>(offsets.From(0))
                                                 : *static_cast<const std::int64_t*>(offsets.From(0));
     Require(first == 0, "offsets must begin with 0");
@@ -103,7 +103,7 @@ KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::i
 }
 
 KeyedBags EqualBags(std::int64_t count, std::int64_t length) {
-  Require(count >= 0 && length >= 0, "there are no negative numbers of bags or ids");
+  Require(count >= 0 && length >= 0, "count and length must be at least 0");
   const bool one_each = length == 1 && count < kMostShared;
   KeyedBags bags{one_each ? SharedOffsets(count + 1) : Fresh<std::int64_t>(count + 1),
                  Array<std::int64_t>(2)};
@@ -139,7 +139,7 @@ KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool ha
   Require(offsets.is_int32
               ? CopyOffsets(static_cast<const std::int32_t*>(offsets.From(0)), offsets.count, num_ids, to)
               : CopyOffsets(static_cast<const std::int64_t*>(offsets.From(0)), offsets.count, num_ids, to),
-          "the offsets do not begin with 0, decrease, or overrun the ids");
+          "the offsets must begin with 0, not decrease, and not exceed the number of ids");
   if (!has_end) to[offsets.count] = num_ids;
   const std::int64_t count = bags.num_bags();
   Require(count >= 0 && to[count] == num_ids && (count > 0 || num_ids == 0),
@@ -216,17 +216,20 @@ py::tuple MakeRowLookup(const KeyedFeatures& self, const KeyedBags& bags, const 
 
 TIERSTORE_BINDINGS(keyed) {
   using namespace tierstore;
-  py::class_<KeyedBags>(m, "KeyedBags",
-                        "The bags of several keys: the bags of the first key, then of the second, and so on. "
-                        "lengths and offsets (of which only the first is read): address, count, whether they "
-                        "are int32 (else int64). Raises ValueError if the parts do not fit one another.")
+  py::class_<KeyedBags>(
+      m, "KeyedBags",
+      "The bags of several keys: the bags of the first key, then the bags of the second key, "
+      "and so on. lengths and offsets are (address, count, whether they are int32; else "
+      "int64); only the first offset is read. Raises ValueError if the parts do not fit one "
+      "another.")
       .def(py::init(&MakeKeyedBags), py::arg("lengths"), py::arg("bags_per_key"), py::arg("num_ids"),
            py::arg("offsets") = py::none())
       .def_static("equal", &EqualBags, py::arg("count"), py::arg("length"),
-                  "The bags of one key, all of the same length.")
+                  "Return the bags of one key, all of the same length.")
       .def_static("from_offsets", &BagsFromOffsets, py::arg("offsets"), py::arg("num_ids"),
                   py::arg("has_end"),
-                  "The bags of one key; has_end: whether the last offset is the end of the last bag.")
+                  "Return the bags of one key. has_end says whether the last offset is the end of the last "
+                  "bag.")
       .def_property_readonly("num_bags", &KeyedBags::num_bags)
       .def_property_readonly(
           "id_begin",
@@ -235,12 +238,14 @@ TIERSTORE_BINDINGS(keyed) {
             for (std::int64_t key = 0; key <= bags.num_keys(); ++key) begin.push_back(bags.IdBegin(key));
             return begin;
           },
-          "Where the ids of every key begin, and the end of the last key's.")
-      .def("counts", &KeyedBags::Counts, py::arg("keys").noconvert(), "The number of ids of each of `keys`.");
-  py::class_<KeyedFeatures>(m, "KeyedFeatures",
-                            "Pooled features of one row layout: which key of a batch each feature has, the "
-                            "table of its ids and the table's rows (int64), and its mode as in Bags. Ids "
-                            "equal to padding are left out.")
+          "Where the ids of every key begin, and where the ids of the last key end.")
+      .def("counts", &KeyedBags::Counts, py::arg("keys").noconvert(),
+           "Return the number of ids of each of `keys`.");
+  py::class_<KeyedFeatures>(
+      m, "KeyedFeatures",
+      "Pooled features of one row layout. keys has the key of a batch that each feature "
+      "has, tables the table of the feature's ids, bounds the table's rows (all int64), "
+      "and modes the feature's mode as in Bags. Ids equal to padding are left out.")
       .def(py::init([](const Array<std::int64_t>& keys, const Array<std::int64_t>& tables,
                        const Array<std::int64_t>& bounds, const Array<std::uint8_t>& modes,
                        std::int64_t padding) { return KeyedFeatures(keys, tables, bounds, modes, padding); }),
@@ -248,9 +253,10 @@ TIERSTORE_BINDINGS(keyed) {
            py::arg("bounds").noconvert(), py::arg("modes").noconvert(), py::arg("padding") = -1)
       .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("out_offset").noconvert(),
            py::arg("out_stride").noconvert(),
-           "Deduplicates the ids of all features. ids: as the lengths of KeyedBags; out_offset, out_stride: "
-           "as "
-           "in Bags. Returns (Batch, Bags, bad feature or -1, its position, the id).")
+           "Deduplicate the ids of all features. ids are given as the lengths of KeyedBags are, out_offset "
+           "and "
+           "out_stride as in Bags. Returns (Batch, Bags, bad feature or -1, position of the bad id, the id).")
       .def("lookup_rows", &MakeRowLookup, py::arg("bags"), py::arg("ids"),
-           "The same of features whose rows are returned one by one: without Bags.");
+           "Do what lookup does for features whose rows are returned one by one. Returns the same without "
+           "Bags.");
 }

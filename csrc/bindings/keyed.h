@@ -1,4 +1,4 @@
-// Batches of keys: the bags of all keys, and the features of one row layout, as Python holds them.
+// Holds batches of keys for Python: the bags of all keys, and the features of one row layout.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace tierstore {
 
-// Address, count, and whether they are int32; else they are int64.
+// IntegerArgs has the address of integers, their count, and whether they are int32; else they are int64.
 using IntegerArgs = std::tuple<Address, std::int64_t, bool>;
 
 struct Integers {
@@ -37,20 +37,21 @@ struct KeyedBags {
   std::int64_t num_ids() const { return offsets.data()[offsets.size() - 1]; }
   std::int64_t IdBegin(std::int64_t key) const { return offsets.data()[bag_begin.data()[key]]; }
 
-  // The number of ids of each of `keys`. Throws std::invalid_argument.
+  // Returns the number of ids of each of `keys`. Throws std::invalid_argument.
   std::vector<std::int64_t> Counts(const Array<std::int64_t>& keys) const;
 };
 
 // Throws std::invalid_argument where lengths, offsets and ids do not fit one another.
 KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::int64_t>& bags_per_key,
                         std::int64_t num_ids, const std::optional<IntegerArgs>& offset_args);
-// The bags of one key, of `length` ids each. Throws std::invalid_argument for a negative number.
+// Returns `count` bags of one key, of `length` ids each. Throws std::invalid_argument for a negative number.
 KeyedBags EqualBags(std::int64_t count, std::int64_t length);
-// The bags of one key. `has_end`: whether the last offset is the end of the last bag. Throws
+// Returns the bags of one key. `has_end` says whether the last offset is the end of the last bag. Throws
 // std::invalid_argument where offsets and ids do not fit one another.
 KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool has_end);
 
-// Features of one row layout: feature f has the bags of key keys[f], and its ids are rows of tables[f].
+// KeyedFeatures are features of one row layout: feature f has the bags of key keys[f], and its ids are rows
+// of tables[f].
 struct KeyedFeatures {
   Array<std::int64_t> keys, tables, bounds;
   Array<std::uint8_t> modes;
@@ -71,7 +72,7 @@ struct KeyedFeatures {
   }
 
   std::vector<IdSegment> Segments(const KeyedBags& bags, const Integers& ids) const;
-  // Where the bags of these features are among the ids of these features.
+  // Returns the bags of these features, as offsets among the ids of these features.
   KeyedBags Own(const KeyedBags& bags) const;
 };
 

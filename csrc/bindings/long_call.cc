@@ -25,7 +25,8 @@ constexpr std::chrono::milliseconds kShort{200};
 
 bool OnMainThread() { return syscall(SYS_gettid) == getpid(); }
 
-// Shared with the thread that runs the call; a child that a handler forks leaves it in memory.
+// The caller and the thread that runs the call share a Running. A child that a handler forks leaves it in
+// memory.
 struct Running {
   CallLimit limit;
   std::mutex mutex;
@@ -50,7 +51,8 @@ void RunInThread(const std::function<void()>& call, const std::shared_ptr<Runnin
   }).detach();
 }
 
-// With the GIL released. What a handler raised, once the call has ended.
+// Waits until the call has ended, and returns the first exception that a handler raised meanwhile. Call it
+// with the GIL released.
 std::exception_ptr AwaitWithSignals(Running& running) {
   const unsigned forks = ForkCount();
   std::exception_ptr raised;
@@ -66,7 +68,8 @@ std::exception_ptr AwaitWithSignals(Running& running) {
       }
     }
     if (forks != ForkCount()) {
-      throw ClosedError("this process was forked during a call of the store, which goes on in its parent");
+      throw ClosedError(
+          "this process was forked during a call of the store; the call goes on in the parent process");
     }
     lock.lock();
   }
@@ -85,7 +88,7 @@ void RunLong(const std::function<void()>& call) {
       try {
         RunInThread(call, running);
       } catch (const std::system_error&) {
-        started = false;  // no more threads: signals wait
+        started = false;  // without another thread, signals wait until the call has ended
       }
     }
     if (!started) {

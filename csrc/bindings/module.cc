@@ -1,5 +1,6 @@
-// The Python module tierstore._core: the native core, which knows nothing of torch. It takes pointers (as
-// integers or NumPy arrays), sizes and strides; the Python layer above checks dtypes, devices and shapes.
+// Defines the Python module tierstore._core, the native core, which knows nothing of torch. The core takes
+// pointers (as integers or NumPy arrays), sizes and strides; the Python layer above checks dtypes, devices
+// and shapes.
 #include "bindings/registry.h"
 
 PYBIND11_MODULE(_core, m) {

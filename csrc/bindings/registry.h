@@ -1,4 +1,4 @@
-// Each area of the core (kernels, cache, store) has one file of bindings that registers itself here, so that
+// Each area of the core (kernels, cache, store) has files of bindings that register themselves here, so that
 // a new area touches no shared file:
 //
 //   TIERSTORE_BINDINGS(cache) { m.def(...); }

@@ -1,9 +1,8 @@
-// Argument structs of the kernels: the checks when they are made, and their Python classes.
+// Checks the argument structs of the kernels when they are made, and binds their Python classes.
 #include <algorithm>
 
 #include "bindings/host_rows.h"
 #include "bindings/shared_offsets.h"
-#include "common/key.h"
 
 namespace py = pybind11;
 
@@ -78,9 +77,7 @@ UpdateArgs UpdateArgs::Checked() && {
 
 RoundingArgs RoundingArgs::Checked() && {
   Require(!columns || columns->size() == seeds.size(), "columns and seeds differ in length");
-  bool known = true;
-  for (py::ssize_t i = 0; i < keys.size(); ++i) known &= KeyTable(keys.data()[i]) < seeds.size();
-  Require(known, "a key's table has no entry in seeds");
+  RequireTables(keys.data(), keys.size(), seeds.size(), kNoSeed);
   bool columns_begin = true;
   for (py::ssize_t t = 0; columns && t < columns->size(); ++t) columns_begin &= columns->data()[t] >= 0;
   Require(columns_begin, "columns must be at least 0");
@@ -92,20 +89,22 @@ namespace {
 void BindOptimizerStep(py::module_& m) {
   py::class_<OptimizerStep>(
       m, "OptimizerStep",
-      "Hyperparameters of one optimizer step (kind: 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, 3 Adam, 4 Momentum, "
-      "5 Nesterov, 6 Lars, 7 Lamb, 8 PartialRowWiseAdam, 9 PartialRowWiseLamb; weight_decay_mode: 0 none, "
-      "1 L2, 2 decoupled; step counts from 1). Of kinds 4 and 5, beta1 is the momentum and beta2 the "
-      "dampening; of kind 6, beta1 is the momentum.")
+      "Hyperparameters of one optimizer step. Kinds are 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, 3 Adam, 4 "
+      "Momentum, 5 Nesterov, 6 Lars, 7 Lamb, 8 PartialRowWiseAdam and 9 PartialRowWiseLamb; "
+      "weight_decay_mode is 0 (none), 1 (L2) or 2 (decoupled); the first step is 1. For kinds 4 and 5, beta1 "
+      "is the momentum and beta2 the dampening; for kind 6, beta1 is the momentum.")
       .def(py::init(&OptimizerStep::Make), py::kw_only(), py::arg("kind"), py::arg("lr"),
            py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0,
            py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("step") = 1)
       .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"))
       .def(
           "clipped", &OptimizerStep::Clipped, py::arg("norm"), py::arg("value"),
-          "The same step of gradients that are clipped, by values and then by the row's norm; infinity: not.")
+          "Return the same step of gradients that are clipped, by value and then by the row's norm; infinity "
+          "does not clip.")
       .def("decaying_all", &OptimizerStep::DecayingAll, py::arg("keep_missed"),
-           "The same step, with weight decay of all rows: a row that was not part of the last n updates is "
-           "multiplied by keep_missed^n. Its state has one float more.")
+           "Return the same step, with weight decay of all rows: a row that was not part of the last n "
+           "updates "
+           "is multiplied by keep_missed^n. The row's state has one float more.")
       .def_property_readonly("kind", [](const OptimizerStep& step) { return static_cast<int>(step.kind); })
       .def_readonly("lr", &OptimizerStep::lr)
       .def_readonly("eps", &OptimizerStep::eps)
@@ -128,10 +127,12 @@ void BindOptimizerStep(py::module_& m) {
 void BindInitialValues(py::module_& m) {
   py::class_<InitialValues>(
       m, "InitialValues",
-      "How the rows of each table begin (table = key >> 48): dim weights, state_floats times state_value, "
-      "zero padding. kinds (uint8), the parameters first and second (float32) and seeds (uint64) have one "
-      "entry per table. Kinds: 0 constant (value), 1 uniform (low, high), 2 normal (mean, standard "
-      "deviation). columns (int64): the first column of each table, if it is a part of a wider one.")
+      "The values with which the rows of each table (key >> 48) begin: dim weights, state_floats times "
+      "state_value, zero padding. kinds (uint8), the parameters first and second (float32) and seeds "
+      "(uint64) "
+      "have one entry per table. Kinds are 0 constant (value), 1 uniform (low, high) and 2 normal (mean, "
+      "standard deviation). columns (int64) has the first column of each table that is a part of a wider "
+      "table.")
       .def(
           py::init([](std::int64_t dim, std::int64_t state_floats, float state_value,
                       const Array<std::uint8_t>& kinds, const Array<float>& first, const Array<float>& second,
@@ -153,10 +154,12 @@ void BindInitialValues(py::module_& m) {
 }
 
 void BindLookupArguments(py::module_& m) {
-  py::class_<BagArgs>(
-      m, "Bags",
-      "Bags (offsets int64, one more than bags) grouped by feature (bag_start int64, one more than features; "
-      "out_offset, out_stride int64; modes uint8: 0 sum, 1 mean, 2 max); see csrc/kernels/bags.h.")
+  py::class_<BagArgs>(m, "Bags",
+                      "Bags grouped by feature (csrc/kernels/bags.h). offsets (int64) has one entry more "
+                      "than there are bags, "
+                      "bag_start (int64) one entry more than features; out_offset and out_stride are int64, "
+                      "and modes (uint8) "
+                      "0 sum, 1 mean or 2 max.")
       .def(py::init([](const Array<std::int64_t>& offsets, const Array<std::int64_t>& bag_start,
                        const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride,
                        const Array<std::uint8_t>& modes) {
@@ -177,13 +180,13 @@ void BindLookupArguments(py::module_& m) {
           [](const BagArgs& bags) {
             return AreShared(bags.offsets) ? py::ssize_t{0} : bags.offsets.nbytes();
           },
-          "Bytes of offsets that no other batch shares.")
+          "The bytes of offsets that no other batch shares.")
       .def_property_readonly("takes_max", &BagArgs::TakesMax, "Whether a feature has max pooling.")
       .def("with_stride", &BagArgs::WithStride, py::arg("stride"),
-           "The same bags, whose vectors lie so many floats apart.");
+           "Return the same bags, whose vectors lie stride floats apart.");
   py::class_<LookupArgs>(m, "LookupArgs",
                          "Position p reads the dim weights of the row at slots[inverse[p]] (both int32); "
-                         "inverse[p] < 0 skips it.")
+                         "inverse[p] < 0 skips position p.")
       .def(py::init(
                [](std::int64_t dim, const Array<std::int32_t>& slots, const Array<std::int32_t>& inverse) {
                  return LookupArgs{dim, slots, inverse}.Checked();
@@ -197,11 +200,13 @@ void BindLookupArguments(py::module_& m) {
 void BindUpdateArguments(py::module_& m) {
   py::class_<UpdateArgs>(
       m, "UpdateArgs",
-      "One optimizer step for the rows at slots (int32, no repeats) that the positions csr_start, "
-      "csr_positions (int32, of build_csr) use. check_finite: rows whose gradient is not finite are left "
-      "alone. For RowWiseAdagrad and PartialRowWiseAdam of rows cut by columns: with squares (float32 per "
-      "slot) nothing is updated, only the sums of the squared gradients are written there; means (float32 "
-      "per slot) are the mean squares over all columns.")
+      "One optimizer step for the rows at slots (int32, no repeats). csr_start and csr_positions (int32, of "
+      "build_csr) say which positions use each row. With check_finite, rows whose gradient is not finite "
+      "stay "
+      "unchanged. Two arguments serve RowWiseAdagrad and PartialRowWiseAdam of rows that are cut by columns: "
+      "with squares (float32 per slot) no row is updated, and squares gets the sums of the squared "
+      "gradients; "
+      "means (float32 per slot) has the mean squares over all columns.")
       .def(py::init([](std::int64_t dim, const Array<std::int32_t>& slots,
                        const Array<std::int32_t>& csr_start, const Array<std::int32_t>& csr_positions,
                        const OptimizerStep& step, bool check_finite,
@@ -220,12 +225,12 @@ void BindUpdateArguments(py::module_& m) {
       .def_readonly("check_finite", &UpdateArgs::check_finite)
       .def_readonly("squares", &UpdateArgs::squares)
       .def_readonly("means", &UpdateArgs::means);
-  py::class_<RoundingArgs>(m, "UpdateRounding",
-                           "Stochastic rounding of updated weights of 16 bits, a pure function of the "
-                           "table's seed, id, column and "
-                           "the step's number: keys (uint64 per slot); seeds (uint64) and columns (int64, "
-                           "the first column of each "
-                           "table, if it is a part of a wider one) per table (key >> 48).")
+  py::class_<RoundingArgs>(
+      m, "UpdateRounding",
+      "Stochastic rounding of updated weights of 16 bits, a pure function of the table's "
+      "seed, the id, the column and the step's number. keys (uint64) has the key of each "
+      "slot. seeds (uint64) and columns (int64) have an entry per table (key >> 48); "
+      "columns has the first column of each table that is a part of a wider table.")
       .def(py::init([](const Array<std::uint64_t>& keys, const Array<std::uint64_t>& seeds,
                        const std::optional<Array<std::int64_t>>& columns) {
              return RoundingArgs{keys, seeds, columns}.Checked();

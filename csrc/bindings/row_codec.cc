@@ -1,9 +1,8 @@
-// Bindings of the conversions between the rows of the first tier and encoded rows of lower tiers.
+// Binds the conversions between the rows of the first tier and encoded rows of lower tiers.
 #include <algorithm>
 #include <iterator>
 
 #include "bindings/host_rows.h"
-#include "common/key.h"
 
 namespace py = pybind11;
 
@@ -12,7 +11,7 @@ namespace {
 
 constexpr const char* kWeightNames[] = {"fp32", "bf16", "fp16", "int8"};  // in the order of WeightType
 
-// Wide rows of this format in `rows`.
+// Returns the wide rows of this format in `rows`.
 Rows WideRows(const HostRows& rows, const RowFormat& format) {
   const Rows wide = rows.Of(format.dim, format.state_floats);
   Require(wide.weights == WeightType::kFloat32, "only rows with float32 weights have encoded forms");
@@ -32,8 +31,7 @@ std::int64_t Encode(const HostRows& self, const RowCodec& codec, const Array<std
   TableSeeds tables{nullptr, 0};
   if (codec.seeds) {
     tables = {codec.seeds->data(), codec.seeds->size()};
-    for (py::ssize_t i = 0; i < n; ++i)
-      Require(KeyTable(keys.data()[i]) < tables.num_tables, "a key's table has no entry in seeds");
+    RequireTables(keys.data(), n, tables.num_tables, kNoSeed);
   }
   const Rows rows = WideRows(self, codec.format);
   std::uint8_t* const to = out.mutable_data();
@@ -69,10 +67,11 @@ RowCodec RowCodec::Make(const std::string& weights, const std::string& state, st
 }
 
 void BindRowCodec(py::module_& m) {
-  py::class_<RowCodec>(m, "RowCodec",
-                       "Rows in fewer bytes (csrc/kernels/row_format.h): weights 'fp32', 'bf16', 'fp16' or "
-                       "'int8', state 'fp32' or 'bf16'. seeds: a uint64 per table (key >> 48) for stochastic "
-                       "rounding; None: rounding is to the nearest value.")
+  py::class_<RowCodec>(
+      m, "RowCodec",
+      "Rows in fewer bytes (csrc/kernels/row_format.h): weights are 'fp32', 'bf16', 'fp16' or "
+      "'int8', and state is 'fp32' or 'bf16'. seeds has a uint64 per table (key >> 48) for "
+      "stochastic rounding; with None, rounding is to the nearest value.")
       .def(py::init([](const std::string& weights, const std::string& state, std::int64_t dim,
                        std::int64_t state_floats, const std::optional<Array<std::uint64_t>>& seeds) {
              return RowCodec::Make(weights, state, dim, state_floats, seeds);
@@ -81,7 +80,7 @@ void BindRowCodec(py::module_& m) {
            py::arg("seeds").noconvert() = py::none())
       .def_property_readonly(
           "row_bytes", [](const RowCodec& codec) { return codec.format.row_bytes(); },
-          "Bytes of an encoded row, a multiple of 16.");
+          "The bytes of an encoded row, a multiple of 16.");
 }
 
 void BindConversions(py::class_<HostRows>& type) {

@@ -1,8 +1,7 @@
-// Bindings of the kernels that read and write rows: copies, initial values, lookups and updates. Addresses
-// are integers (tensor.data_ptr()); arrays must have exactly the dtype named in the docstring and be
-// C-contiguous (TypeError otherwise); sizes that do not fit raise ValueError.
+// Binds the kernels that read and write rows: copies, initial values, lookups and updates. Addresses are
+// integers (tensor.data_ptr()). Arrays must have exactly the dtype that the docstring names, and be
+// C-contiguous (TypeError otherwise). Sizes that do not fit raise ValueError.
 #include "bindings/host_rows.h"
-#include "common/key.h"
 #include "kernels/lookup.h"
 #include "kernels/update.h"
 
@@ -52,8 +51,7 @@ void Initialise(const HostRows& self, const InitialValues& values,
   const Rows rows = self.Of(values.dim, values.state_floats);
   Require(!slots || slots->size() == keys.size(), "slots and keys differ in length");
   const TableInit tables = values.Tables();
-  for (py::ssize_t i = 0; i < keys.size(); ++i)
-    Require(KeyTable(keys.data()[i]) < tables.num_tables, "a key's table has no entry in kinds");
+  RequireTables(keys.data(), keys.size(), tables.num_tables, kNoKind);
   const py::gil_scoped_release release;
   InitRows(rows, DataOr0(slots), keys.data(), keys.size(), values.dim, values.state_floats,
            values.state_value, tables);
@@ -125,7 +123,7 @@ Touched MakeTouched(const HostRows& self, const UpdateArgs& args, const Rounding
   return touched;
 }
 
-// What `update` returns, as an array; it runs without the GIL.
+// Runs `update` without the GIL, and returns its result as an array.
 template <typename Update>
 Array<std::int32_t> Rejected(const Update& update) {
   std::vector<std::int32_t> rows;
@@ -160,17 +158,17 @@ Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args,
 
 void BindMoves(py::class_<HostRows>& type) {
   type.def_static("view", &View, py::arg("rows").noconvert(), py::arg("weights") = "fp32",
-                  "The rows of an array, uint8 (n, row_bytes). weights: 'fp32', 'bf16' or 'fp16'.")
+                  "Return the rows of an array, uint8 (n, row_bytes). weights is 'fp32', 'bf16' or 'fp16'.")
       .def(py::init([](std::int64_t slots, std::int64_t row_bytes, const std::string& weights) {
              return HostRows(slots, row_bytes, WeightsOf(weights));
            }),
            py::arg("slots"), py::arg("row_bytes"), py::arg("weights") = "fp32",
-           "Address space for so many slots; commit() gives them memory.")
+           "Reserve address space for this many slots; commit() gives them memory.")
       .def_property_readonly("row_bytes", &HostRows::row_bytes)
       .def("commit", &HostRows::Commit, py::arg("slots"), Unlocked(),
-           "Give the first slots memory; it reads as zeros when it is new.")
+           "Give the first slots memory; new memory reads as zeros.")
       .def("discard", &HostRows::Discard, py::arg("first"), Unlocked(),
-           "Give the memory of the slots from first on back, until they are written again.")
+           "Give the memory of the slots from first on back to the system, until they are written again.")
       .def("move", &Move, py::arg("source").noconvert(), py::arg("target").noconvert(),
            "Copy the rows at source to target (int32[n] slots, none twice).")
       .def("copy_rows", &BindCopyRows, py::arg("slots").noconvert(), py::arg("rows"),
@@ -190,23 +188,24 @@ void BindCompute(py::class_<HostRows>& type) {
   type.def("lookup_pooled", &BindLookupPooled, py::arg("args"), py::arg("bags"), py::arg("out_addr"),
            py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0,
            "Pool rows over bags; see csrc/kernels/lookup.h. weights (float32[positions]) and argmax "
-           "(int32[bags * dim]) may be 0.")
+           "(int32[bags * dim]) are addresses, and may be 0.")
       .def("lookup_rows", &BindLookupRows, py::arg("args"), py::arg("out_addr"), py::arg("out_stride"),
-           "Copy the weights of every position's row to out + 4 * p * out_stride; zeros where it is skipped.")
+           "Copy the weights of the row of position p to out + 4 * p * out_stride, zeros where p is skipped.")
       .def("weight_grads", &BindWeightGrads, py::arg("args"), py::arg("bags"), py::arg("grad_addr"),
            py::arg("out_addr"),
            "Write the derivative by every per-sample weight to out (float32[positions]); 0 for max and "
            "skipped positions.")
       .def("update_pooled", &BindUpdatePooled, py::arg("args"), py::arg("bags"), py::arg("grad_addr"),
            py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0, py::arg("rounding") = py::none(),
-           "Sum the gradient of every unique row over its positions and apply one optimizer step to it, in "
-           "place. Weights of 16 bits are computed in float32 and rounded, by rounding or to the nearest "
-           "value. Returns the unique indices (int32, ascending) left alone because their gradient is not "
-           "finite (check_finite only).")
-      .def(
-          "update_rows", &BindUpdateRows, py::arg("args"), py::arg("grad_addr"), py::arg("grad_stride"),
-          py::arg("rounding") = py::none(),
-          "update_pooled for sequence lookups: the gradient of position p is at grad + 4 * p * grad_stride.");
+           "Sum the gradient of every unique row over its positions, and apply one optimizer step to the row "
+           "in place. Weights of 16 bits are computed in float32 and rounded: as rounding says, or to the "
+           "nearest value. Returns the unique indices (int32, ascending) of rows that stay unchanged because "
+           "their gradient is not finite (with check_finite only).")
+      .def("update_rows", &BindUpdateRows, py::arg("args"), py::arg("grad_addr"), py::arg("grad_stride"),
+           py::arg("rounding") = py::none(),
+           "Do what update_pooled does for lookups of rows one by one: the gradient of position p is at grad "
+           "+ "
+           "4 * p * grad_stride.");
 }
 
 }  // namespace

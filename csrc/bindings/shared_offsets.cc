@@ -19,8 +19,8 @@ using Numbers = PageVector<std::int64_t>;
 }  // namespace
 
 Array<std::int64_t> SharedOffsets(py::ssize_t n) {
-  // Never freed: at the end of the process there may be no interpreter any more. Arrays that were given out
-  // keep the numbers that were too few.
+  // The owner is never freed, since there may be no interpreter any more when the process ends. Arrays that
+  // were given out keep the numbers that they were given, of which there were too few for this call.
   static py::capsule* const owner = new py::capsule;
   const auto wanted = static_cast<std::size_t>(n), most = static_cast<std::size_t>(kMostShared);
   const auto* numbers = *owner ? owner->get_pointer<Numbers>() : nullptr;

@@ -1,4 +1,4 @@
-// Marks of slots: what the rows of a GPU wait for.
+// Binds the marks of slots, which tell for which operations of a GPU a row must wait.
 #include "cache/slot_marks.h"
 
 #include <vector>
@@ -33,8 +33,8 @@ TIERSTORE_BINDINGS(slot_marks) {
       .def(py::init<std::int64_t>(), py::arg("most"))
       .def("grow", &SlotMarks::Grow, py::arg("slots"), Unlocked(), "Let the first slots have marks.")
       .def("touch", &Touch, py::arg("slots").noconvert(), py::arg("mark"),
-           "Give slots (int32[n], none twice) a mark; 0: they keep theirs. Returns the newest mark of each "
-           "stream that they had, 0 for none.")
+           "Give slots (int32[n], none twice) a mark; with 0 the slots keep their marks. Returns the newest "
+           "mark of each stream that the slots had, 0 for none.")
       .def("newest", &Newest, py::arg("first"),
            "Return the newest mark of each stream among the slots from first on.");
 }

@@ -1,4 +1,4 @@
-// Bindings of the row store. tierstore/store/native.py checks shapes and gives the arguments their defaults.
+// Binds the row store. tierstore/store/native.py checks shapes and gives the arguments their defaults.
 #include "store/store.h"
 
 #include "bindings/arrays.h"
@@ -85,26 +85,18 @@ void TranslateException(std::exception_ptr pointer) {
   }
 }
 
-// A forked child has none of the store's threads, so it cannot destroy its copy and leaves it in memory.
-// Destroying waits for threads, so it releases the GIL.
+// A forked child has none of the store's threads, so the child cannot destroy its copy of a store or scan,
+// and leaves the copy in memory. Destroying waits for threads, so the GIL is released.
 struct DeleteInOwnProcess {
-  void operator()(Store* store) const {
-    if (!store->InOwnProcess()) return;
+  template <class Owned>
+  void operator()(Owned* owned) const {
+    if (!owned->InOwnProcess()) return;
     const py::gil_scoped_release release;
-    delete store;
+    delete owned;
   }
 };
 using StoreHolder = std::unique_ptr<Store, DeleteInOwnProcess>;
-
-// The same of a scan, which keeps its store alive.
-struct DeleteScanInOwnProcess {
-  void operator()(Scan* scan) const {
-    if (!scan->InOwnProcess()) return;
-    const py::gil_scoped_release release;
-    delete scan;
-  }
-};
-using ScanHolder = std::unique_ptr<Scan, DeleteScanInOwnProcess>;
+using ScanHolder = std::unique_ptr<Scan, DeleteInOwnProcess>;
 
 StoreHolder Open(const std::string& directory, const py::object& config,
                  const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
@@ -114,7 +106,7 @@ StoreHolder Open(const std::string& directory, const py::object& config,
   return store;
 }
 
-// Of `slots`, which may be None, each must be a row of `rows`.
+// Each of `slots`, which may be None, must be a row of `rows`.
 py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows, const std::optional<Slots>& slots) {
   constexpr std::size_t kRowsOfLongCall = 4096;
   py::array_t<bool> found(keys.size());
@@ -150,7 +142,7 @@ void Write(Store& store, const Keys& keys, const Rows& rows) {
   });
 }
 
-// (keys, whether there are more)
+// Returns (keys, whether there are more keys).
 py::tuple NextKeys(Store& store, KeyList& list, std::size_t limit) {
   std::vector<std::uint64_t> keys;
   bool more = false;
@@ -163,7 +155,7 @@ ScanHolder BeginScan(Store& store, const std::vector<std::uint32_t>& tables) {
   return ScanHolder(store.BeginScan(tables).release());
 }
 
-// (keys, rows) of each batch; none at the end
+// Returns (keys, rows) of each batch, and no batch at the end.
 py::list NextRows(Store& store, Scan& scan) {
   std::vector<ScanBatch> batches;
   RunLong([&] { batches = store.Next(scan); });
@@ -183,7 +175,7 @@ std::uint64_t MakeCommit(Store& store, const py::bytes& meta, const std::string&
   return id;
 }
 
-// (id, tag, unix nanoseconds, meta) of each
+// Returns (id, tag, unix nanoseconds, meta) of each commit.
 py::list ToPython(const std::vector<CommitRecord>& commits) {
   py::list out;
   for (const CommitRecord& commit : commits) {
@@ -212,7 +204,7 @@ py::bytes Meta(Store& store) {
   return meta;
 }
 
-// The same of a store that is not open; changes nothing.
+// Returns the same of a store that is not open, and changes nothing.
 py::list KeptCommits(const std::string& directory, Env* env) {
   const auto manifest = Manifest::Load(env == nullptr ? PosixEnv() : *env, directory);
   return ToPython(manifest ? manifest->commits : std::vector<CommitRecord>{});

@@ -1,5 +1,5 @@
-// Bindings of a memory tier's slots: ShareConfig, Plan, Tier, ResidentLookups. Arrays that are returned are
-// views that keep their owner alive; callers do not write to them.
+// Binds a memory tier's slots: ShareConfig, Plan, Tier, ResidentLookups. Returned arrays are views that keep
+// their owner alive; callers do not write to them.
 #include "cache/tier.h"
 
 #include <optional>
@@ -49,7 +49,7 @@ py::tuple DepartureArrays(Departures rows) {
                         Owned(std::move(rows.dirty)), Owned(std::move(rows.next_use)));
 }
 
-// (from, to)
+// Returns (from, to).
 py::tuple MoveArrays(Moves moves) {
   return py::make_tuple(Owned(std::move(moves.from)), Owned(std::move(moves.to)));
 }
@@ -75,10 +75,12 @@ void BindPlan(py::module_& m) {
 }
 
 void BindShare(py::module_& m) {
-  py::class_<ShareConfig>(m, "ShareConfig",
-                          "Slots of a tier that some tables share. Addresses of a policy's state and of its "
-                          "hooks by name (None: nothing is ever evicted), and of an admission filter's (0: "
-                          "all rows are admitted).")
+  py::class_<ShareConfig>(
+      m, "ShareConfig",
+      "Slots of a tier that some tables share. policy_state is the address of a policy's "
+      "state, and policy_hooks has the addresses of its hooks by name; with None nothing is "
+      "ever evicted. filter_state and filter_admit are an admission filter's addresses; "
+      "with 0 all rows are admitted.")
       .def(py::init(&MakeShare), py::kw_only(), py::arg("slots"), py::arg("policy_state") = 0,
            py::arg("policy_hooks") = py::none(), py::arg("filter_state") = 0, py::arg("filter_admit") = 0);
 }
@@ -109,7 +111,7 @@ void BindTier(py::module_& m) {
           [](Tier& tier, const Array<std::uint64_t>& keys, const std::optional<Array<std::int64_t>>& next_use,
              std::int64_t now, bool absent) {
             if (next_use && next_use->size() != keys.size())
-              throw std::invalid_argument("next_use: wrong length");
+              throw std::invalid_argument("next_use and keys differ in length");
             auto plan = std::make_unique<Plan>();
             py::gil_scoped_release unlocked;
             tier.Begin(keys.data(), next_use ? next_use->data() : nullptr, keys.size(), now, absent,
@@ -133,20 +135,20 @@ void BindTier(py::module_& m) {
           py::arg("keys"), py::arg("use_overflow"), py::arg("plan"))
       .def(
           "abort", [](Tier& tier, Plan& plan) { return MoveArrays(Aborted(tier, &plan)); }, py::arg("plan"),
-          "Returns (from, to), int32: rows at these slots are to be moved.")
+          "End a plan before assign(). Returns (from, to), int32: the caller moves the rows at these slots.")
       .def(
           "release",
           [](Tier& tier, const Array<std::int32_t>& slots) {
             return MoveArrays(tier.Release(slots.data(), slots.size()));
           },
-          py::arg("slots"), "Returns what abort returns.")
+          py::arg("slots"), "End the lookup that used these slots. Returns what abort() returns.")
       .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
       .def(
           "drained",
           [](Tier& tier, const Array<std::int32_t>& slots) { tier.Drained(slots.data(), slots.size()); },
           py::arg("slots"))
       .def("find", &FindSlots<Tier>, py::arg("keys"),
-           "Slots (int32) of keys (uint64), -1 where a row is not here.")
+           "Return the slots (int32) of keys (uint64), -1 where a row is not here.")
       .def(
           "remove",
           [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); },
@@ -161,11 +163,12 @@ void BindTier(py::module_& m) {
             }
             return Owned(std::move(absent));
           },
-          py::arg("keys"), py::arg("next_use"), py::arg("now"), "Returns the keys that are not here.")
+          py::arg("keys"), py::arg("next_use"), py::arg("now"),
+          "Note the next use of keys. Returns the keys that are not here.")
       .def(
           "mark_dirty",
           [](Tier& tier, const Array<std::int32_t>& slots) {
-            // To get the interpreter's lock back from a busy thread takes longer than to mark some rows.
+            // Getting the interpreter's lock back from a busy thread takes longer than marking some rows.
             constexpr py::ssize_t kUnlockFrom = 1 << 16;
             if (slots.size() < kUnlockFrom) return tier.MarkDirty(slots.data(), slots.size());
             const py::gil_scoped_release unlocked;
@@ -179,7 +182,7 @@ void BindTier(py::module_& m) {
       .def(
           "set_dirty",
           [](Tier& tier, const Array<std::int32_t>& slots, const Array<std::uint8_t>& dirty) {
-            if (slots.size() != dirty.size()) throw std::invalid_argument("set_dirty: lengths differ");
+            if (slots.size() != dirty.size()) throw std::invalid_argument("slots and dirty differ in length");
             tier.SetDirty(slots.data(), dirty.data(), slots.size());
           },
           py::arg("slots"), py::arg("dirty"))
@@ -206,8 +209,9 @@ void BindTier(py::module_& m) {
             return Owned(tier.ResidentSlots(dirty, from, limit));
           },
           py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
-      .def_property_readonly("committed", &Tier::committed, "So many slots must have room for a row.")
-      .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
+      .def_property_readonly("committed", &Tier::committed, "How many slots must have room for a row.")
+      .def("table_rows", &Tier::TableRows, Unlocked(),
+           "Return the number of rows of every table that are here.")
       .def_property_readonly("capacity", &Tier::capacity)
       .def_property_readonly("lanes", &Tier::lanes)
       .def_property_readonly("overflow_in_use", &Tier::overflow_in_use)
@@ -229,7 +233,7 @@ py::tuple TakeCounted(ResidentLookups& lookups) {
                         py::make_tuple(counted.seconds, counted.announce_seconds, counted.compute_seconds));
 }
 
-// Rows in host memory that begin with initial values.
+// NewHostRows are rows in host memory that begin with initial values.
 class NewHostRows : public NewRows {
  public:
   NewHostRows(HostRows* rows, const InitialValues& values)
@@ -240,10 +244,10 @@ class NewHostRows : public NewRows {
 
   void Commit(std::int64_t slots) const override { rows_.Commit(slots); }
   void Fill(const PageVector<std::int32_t>& slots, const PageVector<std::uint64_t>& keys) const override {
-    for (const std::uint64_t key : keys)
-      Require(KeyTable(key) < tables_.num_tables, "a key's table has no entry in kinds");
-    InitRows(at_, slots.data(), keys.data(), static_cast<std::int64_t>(keys.size()), values_.dim,
-             values_.state_floats, values_.state_value, tables_);
+    const auto n = static_cast<std::int64_t>(keys.size());
+    RequireTables(keys.data(), n, tables_.num_tables, kNoKind);
+    InitRows(at_, slots.data(), keys.data(), n, values_.dim, values_.state_floats, values_.state_value,
+             tables_);
   }
 
  private:
@@ -253,8 +257,8 @@ class NewHostRows : public NewRows {
   const TableInit tables_;
 };
 
-// A lock of Python's that was free, for as long as this object lives. Made and ended with the interpreter's
-// lock held; no code written in Python runs for either.
+// Holds a lock of Python, if the lock was free, as long as this object lives. Make and end a FreeLock with
+// the interpreter's lock held; no code that is written in Python runs meanwhile.
 class FreeLock {
  public:
   explicit FreeLock(const py::object& lock) : lock_(lock), held_(lock.attr("acquire")(false).cast<bool>()) {}
@@ -289,7 +293,8 @@ void BindResidentLookups(py::module_& m) {
   py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
       .def(py::init([](Tier& tier, std::size_t tables) {
              TierLane* const lane = tier.only_lane();
-             Require(lane != nullptr, "rows leave a tier of several lanes");
+             Require(lane != nullptr,
+                     "a tier of several lanes has no resident lookups, since rows leave such a tier");
              return std::make_unique<ResidentLookups>(lane, tables);
            }),
            py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
@@ -298,21 +303,24 @@ void BindResidentLookups(py::module_& m) {
       .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")
       .def("show", &ResidentLookups::Show, Unlocked())
       .def("find", &ResidentLookups::Find, py::arg("batch"), Unlocked(),
-           "The rows of a batch; None where a row is missing, or rows are hidden.")
-      .def("add", &AddRows, py::arg("batch"), py::arg("rows"), py::arg("values"), py::arg("lock"),
-           "The rows of a batch; the missing ones begin with initial values. None where a plan has to add "
-           "them: during a plan, while another thread holds the tier's lock (a threading.RLock), or where "
-           "memory is refused.")
+           "Return the rows of a batch, or None where a row is missing or rows are hidden.")
+      .def(
+          "add", &AddRows, py::arg("batch"), py::arg("rows"), py::arg("values"), py::arg("lock"),
+          "Return the rows of a batch; missing rows begin with initial values. Returns None where a plan has "
+          "to add the rows: during a plan, while another thread holds the tier's lock (a threading.RLock), "
+          "or "
+          "where memory is refused.")
       .def("read", &ResidentLookups::Read, py::arg("batch"), py::arg("may_miss"), Unlocked(),
-           "The rows of a batch that is read outside of training, without positions; None as find(), but "
-           "rows may be missing if may_miss.")
+           "Return the rows of a batch that is read outside of training, without positions. Returns None "
+           "where "
+           "find() does, but rows may be missing if may_miss.")
       .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
       .def(
           "take", &TakeCounted,
-          "Of the lookups since the last call: them, the unique rows of each table and how many were here, "
-          "the positions and how many of them use rows that were here, the unique rows of read(), and the "
-          "seconds that find() and add() took, those of removing repeated ids, and those of kernels in calls "
-          "of ResidentForward.");
+          "Return what is to be counted of the lookups since the last call: the lookups, the unique rows of "
+          "each table and how many of these rows were here, the positions and how many of them use rows that "
+          "were here, the unique rows of read(), the seconds of find() and add(), the seconds of removing "
+          "repeated ids, and the seconds of kernels in calls of ResidentForward.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Bindings of ResidentForward: the forward pass of a lookup of rows that stay in a tier is one call.
+// Binds ResidentForward: the forward pass of a lookup of rows that stay in a tier is one call.
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -19,10 +19,10 @@ namespace py = pybind11;
 namespace tierstore {
 namespace {
 
-// Where each feature's vectors begin in the output, and how far they lie apart.
+// Places say where each feature's vectors begin in the output, and how far they lie apart.
 using Places = std::tuple<Array<std::int64_t>, Array<std::int64_t>>;
 
-// A lookup. `rows` is null where not all of them were here: no kernel has run then.
+// Found is a lookup. `rows` is null where some of its rows were not here: no kernel has run then.
 struct Found {
   std::shared_ptr<Batch> batch;
   std::shared_ptr<ResidentRows> rows;
@@ -34,7 +34,7 @@ struct RowLookup : Found {
   KeyedBags bags;  // of all keys
 };
 
-// Makes lookups in a tier that no row leaves, whose rows are `rows` with `dim` weights each.
+// Makes lookups in a tier that no row leaves. `rows` are the tier's rows, with `dim` weights each.
 struct ResidentForward {
   ResidentLookups& lookups;
   const HostRows& rows;
@@ -47,7 +47,8 @@ struct ResidentForward {
     auto made = std::make_unique<PooledLookup>(
         PooledLookup{{std::make_shared<Batch>(), nullptr},
                      BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, features.modes}.Checked()});
-    Require(!made->bags.TakesMax(), "max pooling also returns which row each value is of");
+    Require(!made->bags.TakesMax(),
+            "max pooling needs the argmax of each value, which this call does not return");
     const Bags of = made->bags.Get();
     return Made(std::move(made), features, bags, ids, of.num_positions(), [&](const Gather& gather) {
       LookupPooled(gather, of, nullptr, reinterpret_cast<float*>(out), nullptr);
@@ -63,7 +64,8 @@ struct ResidentForward {
     });
   }
 
-  // (the lookup, whether its rows were found, whether lookups should be counted); None for a wrong id.
+  // Returns (the lookup, whether its rows were found, whether lookups should be counted), or None for a wrong
+  // id.
   template <typename Lookup, typename Kernel>
   py::object Made(std::unique_ptr<Lookup> made, const KeyedFeatures& features, const KeyedBags& bags,
                   const IntegerArgs& id_args, std::int64_t positions, const Kernel& kernel) const {
@@ -75,7 +77,7 @@ struct ResidentForward {
     return py::make_tuple(std::move(made), found, due);
   }
 
-  // False for a wrong id.
+  // Returns false for a wrong id.
   template <typename Kernel>
   bool Run(const std::vector<IdSegment>& segments, std::int64_t positions, Found* made,
            const Kernel& kernel) const {
@@ -88,7 +90,7 @@ struct ResidentForward {
     }
     const PageVector<std::int32_t>& inverse = made->batch->inverse;
     Require(positions == static_cast<std::int64_t>(inverse.size()),
-            "the features have another number of positions");
+            "the number of positions is not the number of the features' ids");
     made->rows = lookups.Find(made->batch);
     if (made->rows != nullptr) {
       const Stopwatch watch(&compute);
@@ -100,7 +102,7 @@ struct ResidentForward {
   }
 };
 
-// Bags that do not fit the ids are no bags.
+// Returns no bags where the bags do not fit the ids.
 template <typename Make>
 std::optional<KeyedBags> BagsOrNone(const Make& make) {
   try {
@@ -147,37 +149,42 @@ py::object CopyLengths(const ResidentForward& self, const KeyedFeatures& feature
 }  // namespace
 
 TIERSTORE_BINDINGS(resident_pooling) {
-  py::class_<PooledLookup>(m, "PooledLookup", "A pooled lookup; rows: None where some were not here.")
+  py::class_<PooledLookup>(m, "PooledLookup", "A pooled lookup; rows is None where some rows were not here.")
       .def_readonly("batch", &PooledLookup::batch)
       .def_readonly("bags", &PooledLookup::bags)
       .def_readonly("rows", &PooledLookup::rows);
-  py::class_<RowLookup>(m, "RowLookup", "A lookup of rows one by one; bags: of all keys.")
+  py::class_<RowLookup>(m, "RowLookup", "A lookup of rows one by one; bags has the bags of all keys.")
       .def_readonly("batch", &RowLookup::batch)
       .def_readonly("bags", &RowLookup::bags)
       .def_readonly("rows", &RowLookup::rows);
   py::class_<ResidentForward>(
       m, "ResidentForward",
-      "Lookups of rows that stay in a tier, in one call each: it removes repeated ids, finds the rows, and "
-      "pools or copies them to out (the address of float32) if all are here. ids, lengths and offsets as in "
-      "KeyedBags; places: out_offset and out_stride as in Bags. Returns (the lookup, whether the rows were "
-      "found, whether ResidentLookups.take() should be called), or None for ids or bags that are wrong.")
+      "Lookups of rows that stay in a tier. Each call removes repeated ids, finds the rows, and pools or "
+      "copies "
+      "the rows to out (the address of float32) if all rows are here. ids, lengths and offsets are as in "
+      "KeyedBags; places has out_offset and out_stride as in Bags. Each call returns (the lookup, whether "
+      "the "
+      "rows were found, whether ResidentLookups.take() should be called), or None for ids or bags that are "
+      "wrong.")
       .def(py::init([](ResidentLookups& lookups, const HostRows& rows, std::int64_t dim) {
              return ResidentForward{lookups, rows, dim};
            }),
            py::arg("lookups"), py::arg("rows"), py::arg("dim"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
       .def("pool_equal", &PoolEqual, py::arg("features"), py::arg("ids"), py::arg("places"), py::arg("out"),
-           py::arg("count"), py::arg("length"), "Bags as of KeyedBags.equal.")
+           py::arg("count"), py::arg("length"), "Pool bags that are given as KeyedBags.equal takes them.")
       .def("pool_offsets", &PoolOffsets, py::arg("features"), py::arg("ids"), py::arg("places"),
-           py::arg("out"), py::arg("offsets"), py::arg("has_end"), "Bags as of KeyedBags.from_offsets.")
+           py::arg("out"), py::arg("offsets"), py::arg("has_end"),
+           "Pool bags that are given as KeyedBags.from_offsets takes them.")
       .def("pool_lengths", &PoolLengths, py::arg("features"), py::arg("ids"), py::arg("places"),
            py::arg("out"), py::arg("lengths"), py::arg("keys"), py::arg("stride"), py::arg("offsets"),
-           "Bags as of KeyedBags, stride bags for each of the keys.")
+           "Pool bags that are given as KeyedBags takes them, stride bags for each of the keys.")
       .def("copy_each", &CopyEach, py::arg("features"), py::arg("ids"), py::arg("out"),
-           "Rows of the ids of one key.")
+           "Copy the rows of the ids of one key.")
       .def("copy_lengths", &CopyLengths, py::arg("features"), py::arg("ids"), py::arg("out"),
            py::arg("lengths"), py::arg("keys"), py::arg("stride"), py::arg("offsets"),
-           "Rows of the ids of all keys, each of which one feature has; bags as in pool_lengths.");
+           "Copy the rows of the ids of all keys, each of which one feature has. Bags are given as "
+           "pool_lengths takes them.");
 }
 
 }  // namespace tierstore

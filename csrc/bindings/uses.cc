@@ -1,6 +1,6 @@
-// Bindings of what tells that a lookup is over: Uses, which collects it, and Use, one lookup's. Dropping a
-// Use releases it, wherever the garbage collector runs, and no Python code runs for that, which a signal
-// could interrupt. All under the interpreter's lock.
+// Binds the classes that tell when a lookup is over: each lookup has a Use, and Uses collects the lookups
+// that are over. Dropping a Use ends its lookup, wherever the garbage collector runs. No Python code runs
+// meanwhile, which a signal could interrupt. The interpreter's lock guards all of it.
 #include <list>
 #include <memory>
 #include <utility>
@@ -28,7 +28,7 @@ class Use {
 
  private:
   std::shared_ptr<Over> over_;
-  Over own_;  // one item, whose memory is there already when it is released
+  Over own_;  // one item, so that Release needs no memory
 };
 
 }  // namespace
@@ -49,10 +49,10 @@ TIERSTORE_BINDINGS(uses) {
             for (auto& [seq, slots] : taken) items.append(py::make_tuple(seq, slots));
             return items;
           },
-          "Lookups that are over, as (number, slots), each once.");
+          "Return the lookups that are over as (number, slots), each lookup once.");
   py::class_<Use>(m, "Use")
       .def(py::init<std::shared_ptr<Over>, std::int64_t, py::object>(), py::arg("uses"), py::arg("seq"),
            py::arg("slots"))
-      .def("release", &Use::Release, "Calling it again does nothing.")
+      .def("release", &Use::Release, "End the lookup; a second call does nothing.")
       .def_property_readonly("held", &Use::held);
 }

@@ -1,4 +1,4 @@
-// Binding of the store's verification. tierstore/store/verification.py makes sense of what it finds.
+// Binds the store's verification. tierstore/store/verification.py says what the findings mean.
 #include "store/verify.h"
 
 #include <pybind11/functional.h>

@@ -18,12 +18,12 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kBlock = 32;
-// A lookup of so many ids is deduplicated in parts of so many ids at least.
+// A lookup of at least this many ids is deduplicated in parts, each of at least this many ids.
 constexpr std::int64_t kPartsFrom = 1 << 16;
 constexpr std::int64_t kLeastOfPart = 1 << 14;
 
-// The keys of a part, numbered. Its memory is kept from part to part and from batch to batch, and is cleared
-// by counting a generation up. The memory that a large lookup needed goes back while small ones follow.
+// Numbers the keys of a part. A ScratchTable keeps its memory from part to part and from batch to batch, and
+// clears it by counting a generation up. The memory of a large lookup goes back while small lookups follow.
 class ScratchTable {
  public:
   struct ById {
@@ -31,7 +31,7 @@ class ScratchTable {
     std::uint32_t index = 0;
   };
 
-  // Forgets all keys, before a part of a lookup: how many ids the part has, and the lookup.
+  // Forgets all keys, before a part of a lookup. The arguments are the ids of the part and of the lookup.
   void Begin(std::int64_t part_ids, std::int64_t lookup_ids) {
     const auto ids = static_cast<std::size_t>(part_ids);
     GiveBack(std::max(static_cast<std::size_t>(lookup_ids), kSmallIds / 16) * 16);
@@ -48,8 +48,8 @@ class ScratchTable {
     Resize(std::max(ids / kIdsPerPlace, as_before + as_before / 2 + as_before / 16));
   }
 
-  // Where a table with few ids has an entry for each, if there is room; else null. The entries stay where
-  // they are until the next call.
+  // Returns the entries by id of a table with few ids, or null where there is no room for them. The entries
+  // do not move before the next call.
   ById* OfTable(const IdSegment& segment) {
     if (segment.table >= first_by_id_.size()) first_by_id_.resize(segment.table + 1);
     ById& first = first_by_id_[segment.table];
@@ -88,13 +88,13 @@ class ScratchTable {
   const std::vector<std::uint64_t>& keys() const { return keys_; }
 
  private:
-  // Open addressing.
+  // The entries are a hash table with open addressing.
   struct Entry {
     std::uint64_t key = 0;
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
-  // Gives back what a large lookup needed, once so many parts in turn have needed less than `much`.
+  // Gives back the memory that a large lookup needed, once many parts in turn have needed less than `much`.
   void GiveBack(std::size_t much) {
     const std::size_t most = std::max({by_id_.size(), entries_.size(), keys_.capacity()});
     idle_parts_ = most > much ? idle_parts_ + 1 : 0;
@@ -107,7 +107,7 @@ class ScratchTable {
     return HomePlace(static_cast<std::uint32_t>(hash >> 32), size_);
   }
 
-  // Makes `size` empty places, most of which should fit in a processor's cache.
+  // Makes `size` empty places. Most of the places should fit in a processor's cache.
   void Resize(std::size_t size) {
     size_ = std::max(size, kLeastPlaces);
     if (size_ > entries_.size()) {
@@ -133,15 +133,15 @@ class ScratchTable {
     }
   }
 
-  // Tables with so many rows have an entry per id, and larger tables with so many rows per id of the lookup:
-  // they take no more memory than a hash table would.
+  // Tables with at most this many rows have an entry per id. So have larger tables with at most kPlacesPerId
+  // rows per id of the lookup: such entries take no more memory than a hash table would.
   static constexpr std::size_t kSmallBound = std::size_t{1} << 13;
   static constexpr std::size_t kPlacesPerId = 2;
   static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
   static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
   static constexpr std::uint32_t kMostIdleParts = 16;
-  // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many
-  // places as the same share of keys takes, since growing takes longer than finding the keys.
+  // As a rule most ids of a large lookup repeat. Where most ids of the last part did not repeat, there are as
+  // many places as the same share of keys takes, since growing takes longer than finding the keys.
   static constexpr std::size_t kIdsPerPlace = 2;
   static constexpr std::size_t kLeastPlaces = 96;
 
@@ -156,7 +156,7 @@ class ScratchTable {
   std::uint32_t generation_ = 0, idle_parts_ = 0;
 };
 
-// A table per thread that deduplicates now: each is as large as the largest batch so far.
+// Lends a ScratchTable, as large as the largest batch so far, to each thread that deduplicates now.
 class Borrowed {
  public:
   Borrowed() {
@@ -226,7 +226,7 @@ std::int64_t CountOf(const std::vector<IdSegment>& segments) {
   return total;
 }
 
-// The segments of some tables.
+// A part has the segments of some tables.
 struct Part {
   struct Range {
     std::size_t segment;
@@ -239,7 +239,7 @@ struct Part {
   PageVector<std::uint64_t> keys = {};
 };
 
-// The segments of each table, the table with most ids first. Tables with few ids share a part.
+// Divides the segments by table, the table with most ids first. Tables with few ids share a part.
 std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
   std::map<std::uint32_t, Part> tables;
   for (std::size_t s = 0; s < segments.size(); ++s) {
@@ -321,7 +321,7 @@ class ByParts {
     part->keys.assign(table.keys().begin(), table.keys().end());
   }
 
-  // The keys that each segment has first come in the order of segments.
+  // Numbers the keys in the order of the segments that have them first.
   void NumberKeys() {
     for (const Part& part : parts_) {
       for (const Part::Range& range : part.ranges) first_[range.segment] = range.end - range.begin;
@@ -351,7 +351,7 @@ class ByParts {
     return static_cast<std::int32_t>(first_[range.segment] - range.begin);
   }
 
-  // The positions of the last of `ranges`, whose table may have had a key first in an earlier one.
+  // Renumbers positions of the last of `ranges`; an earlier range of the table may have had their keys first.
   void RenumberShared(std::span<const Part::Range> ranges, std::int32_t* inverse, std::int64_t count) const {
     const Part::Range& own = ranges.back();
     for (std::int64_t i = 0; i < count; ++i) {

@@ -1,5 +1,5 @@
-// The ids of one lookup, deduplicated: unique keys in order of first occurrence, and for every position the
-// index of its unique key.
+// Deduplicates the ids of one lookup: a Batch has the unique keys in order of first occurrence, and for every
+// position the index of its unique key.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace tierstore {
 
-// The ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are skipped.
+// An IdSegment has the ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are
+// skipped.
 struct IdSegment {
   const void* ids = nullptr;
   std::int64_t count = 0;
@@ -19,12 +20,12 @@ struct IdSegment {
   std::int64_t padding = -1;
 };
 
-// Positions begin .. end - 1.
+// A range has the positions begin .. end - 1.
 struct PositionRange {
   std::int64_t begin, end;
 };
 
-// Divides positions so that no two parts use the same key.
+// PositionParts divides positions so that no two parts use the same key.
 using PositionParts = std::vector<std::vector<PositionRange>>;
 
 struct Batch {
@@ -33,7 +34,7 @@ struct Batch {
   PositionParts parts;               // of a large lookup; empty: one part
 };
 
-// The first id that is out of its table's range, or segment == -1.
+// BadId is the first id that is out of its table's range. `segment` is -1 when there is no such id.
 struct BadId {
   std::int64_t segment = -1;
   std::int64_t position = 0;

@@ -28,7 +28,8 @@ void CountPositions(std::span<const std::int32_t> inverse, const PositionParts& 
   ForPositions(static_cast<std::int64_t>(inverse.size()), parts, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t p = begin; p < end; ++p) {
       if (inverse[p] < 0) continue;
-      if (inverse[p] >= num_unique) throw std::invalid_argument("inverse has an entry >= num_unique");
+      if (inverse[p] >= num_unique)
+        throw std::invalid_argument("inverse has an entry that is not below num_unique");
       ++start[inverse[p] + 1];
     }
   });
@@ -42,7 +43,7 @@ void PlacePositions(std::span<const std::int32_t> inverse, const PositionParts& 
       if (inverse[p] >= 0) positions[start[inverse[p]]++] = static_cast<std::int32_t>(p);
     }
   });
-  // Every start has become the next one's: shift them back.
+  // Every start has become the start of the next row, so all starts are shifted back.
   std::memmove(start + 1, start, static_cast<std::size_t>(num_unique) * sizeof(*start));
   start[0] = 0;
 }

@@ -1,4 +1,4 @@
-// The transpose of a batch: for every unique row, the positions that use it.
+// Transposes a batch: for every unique row the result has the positions that use the row.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace tierstore {
 
 // Sets start[u + 1] to the number of positions of rows 0..u. `start` has num_unique + 1 entries, and
 // start[num_unique] is the number of positions that are not skipped (inverse < 0 is skipped). Throws
-// std::invalid_argument if an entry is >= num_unique. Threads take a part of the positions each
+// std::invalid_argument if an entry is not below num_unique. Threads take a part of the positions each
 // (Batch::parts).
 void CountPositions(std::span<const std::int32_t> inverse, const PositionParts& parts,
                     std::int64_t num_unique, std::int32_t* start);

@@ -15,7 +15,7 @@ constexpr std::size_t kMostLanes = std::size_t{std::numeric_limits<DividedKeys::
 LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of)
     : slots_(slots), lanes_of_(std::move(lanes_of)) {
   if (slots_.empty() || slots_.size() > kMostLanes)
-    throw std::invalid_argument("a tier needs a lane, and numbers its lanes by 16 bits");
+    throw std::invalid_argument("a tier must have between 1 and 65,536 lanes");
   for (const std::int64_t own : slots_) {
     begin_.push_back(capacity_);
     capacity_ += own;

@@ -1,5 +1,5 @@
-// The overflow slots of a memory tier: they hold rows that were not admitted or do not fit, for as long as a
-// lookup uses them.
+// Implements the overflow slots of a memory tier. They hold rows that were not admitted or do not fit, for as
+// long as a lookup uses the rows.
 #include <stdexcept>
 
 #include "cache/tier_lane.h"

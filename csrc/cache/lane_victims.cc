@@ -1,4 +1,5 @@
-// The rows that a plan evicts: chosen by the policies of their shares, and given back if the plan fails.
+// Finds the rows that a plan evicts: the policies of their shares choose the rows, and get them back if the
+// plan fails.
 #include <string>
 
 #include "cache/stopwatch.h"
@@ -22,7 +23,7 @@ const char* TierLane::Fault(const Share& share, std::int32_t number, std::int64_
 }
 
 void TierLane::TakeVictim(std::int32_t slot, Departures* victims) {
-  // Empty, but found by the index until Assign: reads go on while the row is copied out.
+  // The slot is empty, but the index finds the row until Assign: reads go on while the row is copied out.
   resident_[slot] = kEmpty;
   victims->slots.push_back(slot);
   victims->keys.push_back(row_[slot].key);
@@ -64,7 +65,7 @@ std::int64_t TierLane::EvictFrom(const Share& share, std::int64_t needed, std::i
       TakeVictim(slot_of(i), &victims);
       continue;
     }
-    // The policy has dropped the other victims too: Abort gives them back to the policy.
+    // The policy has dropped the other victims, too, and Abort gives them back to the policy.
     for (std::size_t j = i; j < chosen.size(); ++j) {
       if (chosen[j] >= 0 && chosen[j] < share.config.capacity && resident_[slot_of(j)] == kRow)
         TakeVictim(slot_of(j), &victims);

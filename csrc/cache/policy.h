@@ -1,5 +1,5 @@
-// A policy's hooks as the tier calls them; the contract is in docs/design.md. A null table means that no row
-// is ever evicted (the tier holds every row), so there is no policy.
+// Declares a policy's hooks as the tier calls them; docs/design.md has the contract. A null table means that
+// no row is ever evicted (the tier holds every row), so there is no policy.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct PolicyHooks {
   explicit operator bool() const { return evict != nullptr; }
 };
 
-// Asked before the policy which missed rows get a slot at all; a null hook admits all.
+// The admission filter says before the policy which missed rows get a slot at all; a null hook admits all.
 struct AdmissionHook {
   void* state = nullptr;
   PolicyHooks::Admit admit = nullptr;
@@ -39,7 +39,7 @@ struct AdmissionHook {
   explicit operator bool() const { return admit != nullptr; }
 };
 
-// A policy broke the contract; its answer was undone.
+// A policy broke the contract, and its answer was undone.
 class PolicyFault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

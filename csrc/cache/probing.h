@@ -1,4 +1,4 @@
-// Open addressing with linear probing in tables of any size, not of powers of two only.
+// Finds places in hash tables with open addressing and linear probing, whose sizes need not be powers of two.
 #pragma once
 
 #include <cstddef>

@@ -13,7 +13,7 @@
 
 namespace tierstore {
 namespace {
-// Smaller arrays gain little from huge pages, and are many.
+// Smaller arrays gain little from huge pages, and there are many of them.
 constexpr std::size_t kHugeFrom = std::size_t{4} << 20;
 constexpr std::size_t RoundDown(std::size_t bytes) { return bytes / kHugePageBytes * kHugePageBytes; }
 constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHugePageBytes - 1); }
@@ -55,7 +55,7 @@ void ReservedMemory::Commit(std::size_t bytes) {
       Refused("memory", accessible);
     committed_ = accessible;
   }
-  // The last page is not made a huge one, so that no more memory is taken than was asked for.
+  // The last page, which is used in part, is no huge page: it would take more memory than was asked for.
   const std::size_t huge = std::min(RoundDown(bytes), reserved_);
   if (huge <= huge_ || huge < kHugeFrom) return;
   madvise(data_ + huge_, huge - huge_, MADV_HUGEPAGE);

@@ -1,6 +1,6 @@
-// Address space is reserved once and committed as it is used. So rows stay at one address while a tier
-// without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child does not have
-// this memory (common/fork.h).
+// Reserves address space once and commits memory as the memory is used. So rows stay at one address while a
+// tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child does not
+// have this memory (common/fork.h).
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace tierstore {
 
-// The system refuses address space or memory; the message has the numbers.
+// The system refuses address space or memory. The message has the numbers.
 class AddressSpaceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -46,7 +46,7 @@ class ReservedMemory {
   std::uint32_t generation_ = 0;  // ForkCount() of the process that has the memory
 };
 
-// An array in reserved memory: it grows without moving, so another thread may use its own elements meanwhile.
+// A ReservedArray grows without moving, so another thread may use its own elements meanwhile.
 template <typename T>
 class ReservedArray {
  public:
@@ -59,7 +59,7 @@ class ReservedArray {
   ReservedMemory memory_;
 };
 
-// An array of a fixed size in reserved memory.
+// An OwnArray has a fixed size, and lies in reserved memory.
 template <typename T>
 class OwnArray {
  public:

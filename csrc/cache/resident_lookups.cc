@@ -13,7 +13,7 @@ constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
 constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time
 
-// The rows at `slots`, with the positions that use them.
+// Returns the rows at `slots`, with the positions that use each row.
 std::shared_ptr<ResidentRows> RowsAt(PageVector<std::int32_t>&& slots, std::shared_ptr<Batch> batch) {
   auto rows = std::make_shared<ResidentRows>();
   const auto unique = static_cast<std::int64_t>(batch->unique.size());
@@ -43,7 +43,7 @@ bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* sl
     const std::int64_t count = std::min(kBlock, n - begin);
     std::int32_t* const found = slots->data() + begin;
     tier_.Find(batch.unique.data() + begin, count, found);
-    // Rows at overflow slots leave.
+    // Rows at overflow slots will leave.
     const auto stays = [&](std::int32_t slot) {
       return slot >= (may_miss ? -1 : 0) && slot < tier_.capacity();
     };
@@ -119,7 +119,7 @@ std::shared_ptr<ResidentRows> ResidentLookups::Add(std::shared_ptr<Batch> batch,
   return rows;
 }
 
-// `added`: the unique rows that were not here.
+// `added` are the unique rows that were not here.
 void ResidentLookups::Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added,
                             double seconds) {
   const std::lock_guard lock(counting_);

@@ -1,9 +1,9 @@
-// Lookups of rows in a tier that no row ever leaves. Where all rows of a batch are here, a plan would change
+// Looks up rows in a tier that no row ever leaves. Where all rows of a batch are here, a plan would change
 // nothing: such a lookup needs no plan, no pinned rows, and no lock of the caller. Where no other tier can
-// have a row that is missing, the lookup itself adds the row, and needs the caller's lock for that.
+// have a row that is missing, the lookup itself adds the row, and needs the caller's lock to do so.
 //
-// A lookup is one call, so that a signal handler of Python cannot cut it in two. What is to be counted
-// of the lookup is kept until Take().
+// A lookup is one call, so that a signal handler of Python cannot cut the lookup in two. The lookup's numbers
+// for the statistics are kept until Take().
 #pragma once
 
 #include <cstdint>
@@ -18,18 +18,18 @@
 
 namespace tierstore {
 
-// The rows of a batch: where each unique row is, and the positions that use it (cache/csr.h).
+// ResidentRows says where each unique row of a batch is, and which positions use the row (cache/csr.h).
 struct ResidentRows {
   std::shared_ptr<Batch> batch;
   PageVector<std::int32_t> slots, csr_start, csr_positions;
   std::int64_t missing = 0;  // slots that are -1, only after Read
 };
 
-// The memory of rows that are added, and the values with which they begin.
+// NewRows gives memory to rows that are added, and writes their first values.
 class NewRows {
  public:
   virtual ~NewRows() = default;
-  // Gives the first `slots` slots memory. If it throws, nothing has changed.
+  // Gives the first `slots` slots memory. If Commit throws, nothing has changed.
   virtual void Commit(std::int64_t slots) const = 0;
   // Writes the first row of keys[i] to slots[i].
   virtual void Fill(const PageVector<std::int32_t>& slots, const PageVector<std::uint64_t>& keys) const = 0;
@@ -37,7 +37,7 @@ class NewRows {
 
 class ResidentLookups {
  public:
-  // Lookups that are not taken yet.
+  // Counted has the numbers of lookups that Take has not returned yet.
   struct Counted {
     std::vector<std::shared_ptr<ResidentRows>> lookups;
     std::vector<std::int64_t> table_rows, table_hits;  // unique rows of each table, and how many were here
@@ -52,8 +52,8 @@ class ResidentLookups {
       : tier_(*tier), tables_(tables), counted_(NothingCounted()) {}
 
   // A plan is under way between BeginPlan and EndPlan, one plan at a time. The plan adds rows between Hide
-  // and Show only, and there Find finds nothing. Add adds nothing during the whole plan, which knows what was
-  // missing.
+  // and Show only, and in between Find finds nothing. Add adds nothing during the whole plan, since the plan
+  // has found out already which rows are missing.
   void BeginPlan() { Set(&planning_, true); }
   void EndPlan() { Set(&planning_, false); }
   void Hide() { Set(&hidden_, true); }
@@ -67,9 +67,9 @@ class ResidentLookups {
   // Finds the slots of rows that are read outside of training, without positions. Returns null where Find
   // does, but rows may be missing if `may_miss`.
   std::shared_ptr<ResidentRows> Read(std::shared_ptr<Batch> batch, bool may_miss);
-  // Counts what a lookup took beside Find: to remove repeated ids, and in kernels.
+  // Counts the time that a lookup took beside Find: to remove repeated ids, and in kernels.
   void AddSeconds(double announce, double compute);
-  // Returns whether so much waits to be counted that Take should be called.
+  // Returns whether so many lookups wait to be counted that Take should be called.
   bool due() const;
   Counted Take();
 

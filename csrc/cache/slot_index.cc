@@ -9,9 +9,9 @@
 
 namespace tierstore {
 namespace {
-// So many accesses to memory are begun before the first of them is waited for.
+// This many accesses to memory are begun before the first of them is waited for.
 constexpr std::int64_t kBlock = 32;
-// The entries of a table with fewer of them than one in so many are moved one by one.
+// If fewer than one in this many entries are of a table, the entries of the table are moved one by one.
 constexpr std::int64_t kFew = 16;
 
 std::size_t EntriesFor(std::int64_t rows) {
@@ -36,7 +36,7 @@ std::int64_t SlotIndex::memory_bytes() const {
 
 std::uint32_t SlotIndex::Tag(std::uint64_t key) { return static_cast<std::uint32_t>(HashKey(key) >> 32); }
 
-// Keys of the same table at the beginning, that is, all of a feature.
+// Returns how many keys at the beginning are of the same table: as a rule all keys of a feature.
 std::int64_t SlotIndex::RunLength(const std::uint64_t* keys, std::int64_t n) const {
   if (!any_direct_) return n;
   std::int64_t length = 1;
@@ -141,14 +141,14 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-// Whether a longer array is no larger than the entries of the table's rows would be.
+// Returns whether a longer array is no larger than the entries of the table's rows would be.
 bool SlotIndex::IsDense(const Table& table) {
   const double entries = static_cast<double>(table.in_entries + table.direct) * kBytesPerSlot;
   return table.ids > table.slots.size() &&
          entries >= static_cast<double>(std::bit_ceil(table.ids) * sizeof(std::int32_t));
 }
 
-// Moves the table's entries into an array, twice as long as the last one at least.
+// Moves the table's entries into an array, which is at least twice as long as the table's last array.
 void SlotIndex::KeepDirectly(Table* table) {
   const bool few = table->in_entries * kFew < in_entries_;
   const std::int64_t staying = in_entries_ - table->in_entries;
@@ -158,7 +158,7 @@ void SlotIndex::KeepDirectly(Table* table) {
     slots = SlotArray(std::bit_ceil(table->ids));
     if (!few) entries.emplace(EntriesFor(std::max(capacity_ - (size_ - staying), staying)), kEmpty);
   } catch (const std::exception&) {  // no memory, or no address space
-    table->stays = false;            // it goes on with entries
+    table->stays = false;            // the table goes on with entries
     return;
   }
   std::copy_n(table->slots.data(), table->slots.size(), slots.data());
@@ -183,7 +183,7 @@ void SlotIndex::MoveEntries(Table* table) {
   }
 }
 
-// Moves the entries into arrays where there are any, and into `entries`.
+// Moves each entry into the array of its table, or into `entries` where the table has no array.
 void SlotIndex::Rebuild(OwnArray<std::uint64_t> entries) {
   std::swap(entries, entries_);
   for (const std::uint64_t entry : entries) {
@@ -196,7 +196,7 @@ void SlotIndex::Rebuild(OwnArray<std::uint64_t> entries) {
   }
 }
 
-// Where the entry of a slot is.
+// Returns where the entry of a slot is.
 std::uint64_t SlotIndex::PlaceOf(std::int32_t slot) const {
   std::uint64_t at = Home(Tag(Key(static_cast<std::uint32_t>(slot))));
   while (EntrySlot(entries_[at]) != static_cast<std::uint32_t>(slot)) at = Next(at);
@@ -225,7 +225,7 @@ void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
 }
 
 void SlotIndex::EraseAt(std::uint64_t hole) {
-  // Move later entries of the probe run back into the hole, so that no tombstones are needed.
+  // Later entries of the probe run move back into the hole, so that no tombstones are needed.
   const std::uint64_t size = entries_.size();
   for (std::uint64_t at = Next(hole); entries_[at] != kEmpty; at = Next(at)) {
     const std::uint64_t home = Home(EntryTag(entries_[at]));

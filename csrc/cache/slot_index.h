@@ -1,9 +1,9 @@
 // Finds the slot of a key, by open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit
 // slot). The keys themselves stay in the tier's own array, which is read only when a tag matches.
 //
-// A table whose rows never leave may be kept directly instead: an array of slots by id, as soon as so many of
-// its ids are here that the array is no larger than their entries. A lookup then reads 4 bytes at one place,
-// in place of 24 bytes of entries and keys at two places.
+// A table whose rows never leave may be kept directly instead: the table gets an array of slots by id, as
+// soon as so many of its ids are here that the array is no larger than their entries. A lookup then reads 4
+// bytes at one place instead of 24 bytes of entries and keys at two places.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace tierstore {
 
-// Slots by id, -1 at first. Large arrays lie in reserved memory, for its huge pages.
+// A SlotArray has slots by id, -1 at first. Large arrays lie in reserved memory, for its huge pages.
 class SlotArray {
  public:
   SlotArray() = default;
@@ -42,7 +42,7 @@ class SlotArray {
 
 class SlotIndex {
  public:
-  // The key of a slot is keys[slot * stride]; the keys belong to the owner, outlive the index and do not
+  // The key of a slot is keys[slot * stride]. The keys belong to the caller, outlive the index and do not
   // move. `stays` says of each table whether its rows never leave; rows of tables that `stays` does not have
   // may leave.
   SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
@@ -65,7 +65,7 @@ class SlotIndex {
  private:
   static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
 
-  // A table whose rows never leave.
+  // Table has the rows of a table whose rows never leave.
   struct Table {
     bool stays;
     std::int64_t in_entries = 0;  // rows that have entries

@@ -11,9 +11,9 @@
 namespace tierstore {
 namespace {
 
-// Slots that one thread marks at a time: 16 threads have three pieces each of 400,000 slots.
+// One thread marks this many slots at a time, so that 16 threads have three pieces each of 400,000 slots.
 constexpr std::int64_t kPiece = std::int64_t{1} << 13;
-// Slots that are looked at, without their marks, at a time.
+// One thread checks this many slots at a time, without their marks.
 constexpr std::int64_t kCheckedPiece = std::int64_t{1} << 16;
 // Marks are read in no order, each from another line of the cache.
 constexpr std::int64_t kAhead = 24;

@@ -20,11 +20,12 @@ class SlotMarks {
   // Reserves address space for this many slots, none of which has a mark. Throws AddressSpaceError.
   explicit SlotMarks(std::int64_t most) : marks_(static_cast<std::size_t>(most)), most_(most) {}
 
-  // Lets the first `slots` slots have marks from now on. Throws AddressSpaceError, std::invalid_argument.
+  // Lets the first `slots` slots have marks from now on. Throws AddressSpaceError, and std::invalid_argument
+  // for more slots than the constructor was told.
   void Grow(std::int64_t slots);
   // Gives `slots`, none of which comes twice, this mark; with mark 0 the slots keep their marks. Returns the
-  // newest marks that the slots had.
-  // Throws std::invalid_argument, and changes nothing, for a slot that may have no mark.
+  // newest marks that the slots had. Throws std::invalid_argument, and changes nothing, for a slot that may
+  // have no mark.
   Newest Touch(const std::int32_t* slots, std::int64_t n, std::int64_t mark);
   // Returns the newest marks of the slots from `first` on.
   Newest From(std::int64_t first) const;

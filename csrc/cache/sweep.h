@@ -1,13 +1,13 @@
 // Orders the rows that are to be read for coming lookups by their places in a store.
 //
-// A reader goes round all places again and again, always in the same order. Each time it comes to a place it
-// takes the rows there that a lookup within its horizon asks for. Rows of many lookups that lie near one
-// another thus come together, however few of them each lookup asks for. A lift serves the floors of a house
-// in the same way (the elevator algorithm of disk scheduling: Knuth, The Art of Computer Programming 1,
-// 2.2.5). But 64 stretches of the places of a large store come in the order of their numbers' reversed bits.
-// Of rows that were written long ago few are used soon, of new ones many. So any part of a round that is
-// longer than some stretches has places of every age, and costs as much, and takes as much room, as any other
-// part.
+// A reader goes round all places again and again, always in the same order. Each time the reader comes to a
+// place, the reader takes the rows there that a lookup within its horizon asks for. Rows of many lookups that
+// lie near one another thus come together, however few of these rows each lookup asks for. A lift serves the
+// floors of a house in the same way (the elevator algorithm of disk scheduling: Knuth, The Art of Computer
+// Programming 1, 2.2.5). But 64 stretches of the places of a large store come in the order of their numbers'
+// reversed bits. Few of the rows that were written long ago are used soon, and many of the new rows. So any
+// part of a round that is longer than some stretches has places of every age, and costs as much, and takes as
+// much room, as any other part.
 //
 // Not thread-safe.
 #pragma once
@@ -48,7 +48,7 @@ class Sweep {
     std::uint32_t seq;
 
     std::uint64_t key() const { return std::uint64_t{key_high} << 32 | key_low; }
-    // Returns by how many lookups it comes after `first`; negative: before.
+    // Returns by how many lookups the entry's lookup comes after `first`; negative when it comes before.
     std::int32_t After(std::int64_t first) const {
       return static_cast<std::int32_t>(seq - static_cast<std::uint32_t>(first));
     }

@@ -32,7 +32,8 @@ void Gather(const T* values, std::span<const std::int32_t> positions, PageVector
   for (const std::int32_t position : positions) out->push_back(values[position]);
 }
 
-// Where the rows of each lane begin in an array of all lanes', behind `first` others, and its new size.
+// Returns where the rows of each lane begin in an array of all lanes, behind `first` other elements, and the
+// new size of the array.
 template <typename Count>
 std::vector<std::size_t> Begins(std::size_t lanes, std::size_t first, const Count& count) {
   std::vector<std::size_t> begin = {first};

@@ -10,7 +10,7 @@ namespace tierstore {
 namespace {
 // Memory is made accessible in steps of this many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
-// Slots are in no order: the data of this many slots is prefetched.
+// Slots are in no order, so the data of this many slots is prefetched.
 constexpr std::int64_t kBlock = 128;
 
 }  // namespace
@@ -160,7 +160,7 @@ void TierLane::Begin(const std::uint64_t* keys, std::int64_t n, std::int64_t now
   }
 }
 
-// Orders the misses by share; within one they stay in order of first occurrence.
+// Orders the misses by share; within a share they stay in order of first occurrence.
 void TierLane::GroupMisses(const std::uint64_t* keys, LanePlan* plan) const {
   plan->shares.assign(shares_.size(), {});
   if (shares_.size() > 1) {
@@ -215,7 +215,7 @@ PageVector<std::int32_t> LanePlan::Unplaced() const {
   return unplaced;
 }
 
-// -1 when the share is full.
+// Returns -1 when the share is full.
 std::int32_t TierLane::TakeSlot(Share* share) {
   if (!share->free.empty()) {
     const std::int32_t slot = share->free.back();
@@ -239,7 +239,7 @@ std::int64_t TierLane::Prepare(bool use_overflow, const LanePlan& plan) {
   if (overflow > config_.overflow_slots) {
     throw OverflowFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) +
                        " slots by " + std::to_string(overflow) + ", and there is address space for " +
-                       std::to_string(config_.overflow_slots) + " of them");
+                       std::to_string(config_.overflow_slots) + " overflow slots");
   }
   CommitSlots(capacity_ + overflow);
   return committed_;

@@ -1,5 +1,5 @@
-// A lane has slots of a memory tier, the index that says which slot holds which key, and the policy that
-// chooses victims. The rows at these slots belong to a device (bindings/host_rows.h), of which the tier knows
+// A lane has slots of a memory tier, the index that says which slot holds which key, and the policies that
+// choose victims. The rows at these slots belong to a device (bindings/host_rows.h), of which the tier knows
 // nothing.
 //
 // One thread plans at a time and holds the tier's lock (the caller's) while it calls anything here except
@@ -152,7 +152,7 @@ class TierLane {
   void CommitSlots(std::int64_t slots);
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
-  // Fetches what the arrays have of a slot into the processor's cache. Slots are in no order.
+  // Fetches the elements that the arrays have for a slot into the processor's cache. Slots are in no order.
   static constexpr std::size_t kAhead = 24;
   void Prefetch(std::int32_t slot) const;
   // A share and its free slots. Its slots are begin .. begin + capacity - 1.

@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "cache/policy.h"
@@ -11,7 +12,7 @@
 
 namespace tierstore {
 namespace {
-// So many accesses to memory are begun before the first of them is waited for.
+// This many accesses to memory are begun before the first of them is waited for.
 constexpr std::size_t kBlock = 32;
 constexpr std::size_t kLeastEntries = 64;  // of a shard
 }  // namespace
@@ -96,8 +97,8 @@ void WindowShard::MakeRoom(std::size_t keys, std::uint32_t first, std::size_t lo
       entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.IsOf(first, lookups); }));
   const std::size_t size = entries_.size(), wanted = EntriesFor(live + keys);
   if (wanted <= size && size < 2 * wanted)
-    return RemoveDead(first, lookups);  // as a rule: its pages are there
-  // Next to no dead entries: the window still grows.
+    return RemoveDead(first, lookups);  // as a rule, since the pages are there already
+  // The window still grows where next to no entries are dead.
   const std::size_t grown = used_ - live <= used_ / 8 ? 2 * size : 0;
   const OwnArray<Entry> old =
       std::exchange(entries_, OwnArray<Entry>(std::max(wanted + wanted / 16, grown), Entry{}));
@@ -246,7 +247,7 @@ void Window::Add(const PageVector<std::uint64_t>& keys, NewestLookup* newest) {
 
 PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {
   if (!pending_.empty() && pending_.back().seq >= seq)
-    throw std::logic_error("window: sequence does not increase");
+    throw std::logic_error("the window got lookup " + std::to_string(seq) + " after a later lookup");
   if (!knows_uses_) {
     pending_.push_back({seq, batch, {}, 0});
     return {};
@@ -266,7 +267,8 @@ PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<con
 }
 
 PageVector<std::int64_t> Window::Take(std::int64_t seq) {
-  if (pending_.empty() || pending_.front().seq != seq) throw std::logic_error("window: taken out of order");
+  if (pending_.empty() || pending_.front().seq != seq)
+    throw std::logic_error("the window's oldest lookup is not lookup " + std::to_string(seq));
   const PendingLookup& front = pending_.front();
   std::vector<std::int64_t> uses;  // by how many lookups later
   uses.reserve(pending_.size());

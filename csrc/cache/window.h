@@ -18,7 +18,7 @@
 
 namespace tierstore {
 
-// A lookup of the window.
+// A PendingLookup is a lookup of the window.
 struct PendingLookup {
   std::int64_t seq;
   std::shared_ptr<const Batch> batch;
@@ -26,8 +26,8 @@ struct PendingLookup {
   std::int64_t latest;            // the number of keys of which this lookup is the latest occurrence
 };
 
-// What the entries of keys learn of the newest lookup: the lookups before it, and which of its keys occur in
-// no lookup before. Lookups are numbered modulo 2^32.
+// NewestLookup knows the lookups before the newest lookup, and collects which keys of the newest lookup occur
+// in no lookup before. Lookups are numbered modulo 2^32.
 class NewestLookup {
  public:
   NewestLookup(std::deque<PendingLookup>* before, std::uint32_t first, std::size_t keys);
@@ -57,7 +57,8 @@ class NewestLookup {
   PageVector<std::uint8_t> first_seen_;  // by position
 };
 
-// Some keys of the newest lookup, and their positions in it; without positions its first keys.
+// NewKeys are some keys of the newest lookup and their positions in the lookup; without positions they are
+// its first keys.
 struct NewKeys {
   std::span<const std::uint64_t> keys;
   std::span<const std::int32_t> positions;
@@ -67,7 +68,7 @@ struct NewKeys {
   }
 };
 
-// The latest occurrences of some keys.
+// A WindowShard knows the latest occurrences of some keys.
 class WindowShard {
  public:
   // Counts in `superseded`, for each lookup before the newest, the keys of which it is no longer the latest
@@ -85,9 +86,9 @@ class WindowShard {
   static std::size_t ShardOf(std::uint64_t key) { return HashKey(key) % kShards; }  // not the bits of Home
 
  private:
-  // The latest occurrence of a key: the number of the lookup, and the index in the lookup's unique keys. The
-  // entry is dead once that lookup has left; its place then serves the same key again, or another key. The
-  // key itself is here, so that comparing it takes no further access to memory.
+  // An entry has the latest occurrence of a key: the number of the lookup, and the index in the lookup's
+  // unique keys. The entry is dead once that lookup has left; its place then serves the same key again, or
+  // another key. The entry has the key itself, so that comparing keys takes no further access to memory.
   struct Entry {
     std::uint64_t key = 0;
     std::uint32_t ordinal = 0;
@@ -104,9 +105,9 @@ class WindowShard {
     return HomePlace(static_cast<std::uint32_t>(HashKey(key) >> 32), entries_.size());
   }
   std::size_t Next(std::size_t at) const { return NextPlace(at, entries_.size()); }
-  // The entry of a key, or where it belongs.
+  // Returns the entry of a key, or the place where the entry belongs.
   Entry* Find(std::uint64_t key, std::size_t home, const NewestLookup& newest);
-  // How many entries so many keys take at first.
+  // Returns how many entries this many keys take at first.
   static std::size_t EntriesFor(std::size_t keys);
   // Takes an entry whose key has none.
   void Place(const Entry& entry);
@@ -119,7 +120,8 @@ class WindowShard {
   std::size_t used_ = 0;  // entries that are not empty, dead ones included
 };
 
-// The latest occurrences of the keys of some tables, by id. Threads may add keys of different lines.
+// WindowTables knows the latest occurrences of the keys of some tables, by id. Threads may add keys of
+// different lines.
 class WindowTables {
  public:
   // Takes the tables of which a lookup has so many rows that entries by id take little more memory than
@@ -130,7 +132,7 @@ class WindowTables {
     const std::uint32_t table = KeyTable(key);
     return table < tables_.size() && KeyId(key) < tables_[table].ids;
   }
-  // A line of the processor's cache has the entries of so many ids.
+  // A line of the processor's cache has the entries of this many ids.
   static constexpr std::uint64_t kIdsInLine = 8;
 
   // These functions do what WindowShard's functions do. The tables have all of these keys.
@@ -162,8 +164,8 @@ class WindowTables {
 
 class Window {
  public:
-  // Without `knows_uses` the window has its lookups alone, where nobody asks when rows are used: it returns
-  // no keys and no next uses.
+  // Where nobody asks when rows are used, `knows_uses` is false: the window then has its lookups alone, and
+  // returns no keys and no next uses.
   explicit Window(bool knows_uses) : knows_uses_(knows_uses) {}
   bool knows_uses() const { return knows_uses_; }
 

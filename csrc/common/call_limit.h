@@ -1,5 +1,5 @@
-// Calls that can be ended half-way: a caller sets a limit, and the loops and waits within the call check it.
-// Code that runs without a limit, as background threads do, is never interrupted.
+// Ends calls half-way: a caller sets a limit, and the loops and waits within the call check the limit. Code
+// that runs without a limit, as background threads do, is never interrupted.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace tierstore {
 
-// Thrown out of a call that has met its limit. It is no std::exception, so that no handler takes it for a
-// failure.
+// A call that has met its limit throws CallEnded. The class is no std::exception, so that no handler takes
+// the end of a call for a failure.
 struct CallEnded {};
 
 class CallLimit {
@@ -20,7 +20,7 @@ class CallLimit {
   CallLimit() = default;
   explicit CallLimit(Clock::duration time) : deadline_(Clock::now() + time), timed_(true) {}
 
-  // From any thread.
+  // Any thread may call it.
   void End() { ended_ = true; }
   bool IsMet() const { return ended_ || (timed_ && Clock::now() >= deadline_); }
 
@@ -30,7 +30,7 @@ class CallLimit {
   bool timed_ = false;
 };
 
-// The limit of this thread's calls while the scope lives.
+// Sets the limit of this thread's calls while the scope lives.
 class LimitedScope {
  public:
   explicit LimitedScope(const CallLimit& limit) : outer_(current_) { current_ = &limit; }

@@ -1,4 +1,5 @@
-// A hash of memory's content that detects changes at the speed of a cache. It does not resist adversaries.
+// Hashes the content of memory, to detect changes at the speed of a cache. The hash does not resist
+// adversaries.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +7,7 @@
 
 namespace tierstore {
 
-// XXH64 with seed 0.
+// Returns XXH64 with seed 0.
 std::uint64_t ContentHash(const void* data, std::size_t size);
 
 }  // namespace tierstore

@@ -22,7 +22,7 @@ namespace {
 
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
-// tables[k][b]: the register after byte b and k more zero bytes.
+// tables[k][b] is the register after byte b and k more zero bytes.
 constexpr Tables MakeTables() {
   Tables tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -91,8 +91,9 @@ const bool kHasInstruction = HasInstruction();
 
 }  // namespace
 
-// Slicing by eight (Kounavis and Berry, "A systematic approach to building high performance software-based
-// CRC generators", 2005); both byte orders that Linux runs on here are little endian.
+// This is slicing by eight (Kounavis and Berry, "A systematic approach to building high performance
+// software-based CRC generators", 2005). Words are loaded as they lie in memory, since Linux is little endian
+// on both processors.
 std::uint32_t Crc32cExtendByTable(std::uint32_t state, const void* data, std::size_t size) {
   auto p = static_cast<const unsigned char*>(data);
   for (; size >= 8; size -= 8, p += 8) {

@@ -1,6 +1,6 @@
-// The floating-point mode of a thread: rounding, and the treatment of denormal numbers. It belongs to the
-// thread (torch.set_flush_denormal changes the calling thread's), so a loop that several threads share must
-// carry it along, or results would differ by thread.
+// Reads and sets the floating-point mode of a thread: rounding, and the treatment of denormal numbers. Each
+// thread has a mode of its own (torch.set_flush_denormal changes the mode of the calling thread), so a loop
+// that several threads share must carry the mode along, or results would differ by thread.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace tierstore {
 
 using FloatMode = std::uint64_t;
 
-// The mode of the calling thread, without the flags of past exceptions.
+// Returns the mode of the calling thread, without the flags of past exceptions.
 FloatMode CurrentFloatMode();
-// The mode in which every thread begins: denormal numbers are kept.
+// Returns the mode in which every thread begins: denormal numbers are kept.
 FloatMode DefaultFloatMode();
 
-// The calling thread works in `mode` while this object lives.
+// Sets the mode of the calling thread while this object lives.
 class ScopedFloatMode {
  public:
   explicit ScopedFloatMode(FloatMode mode);

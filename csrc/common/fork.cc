@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<unsigned> g_forks{0};
 
-// Never destroyed: descriptors may be closed while the process ends.
+// The registry is never destroyed, since descriptors may be closed while the process ends.
 struct Registry {
   std::mutex mutex;  // held across every fork, so that the child finds the set whole
   std::set<int> descriptors;
@@ -47,7 +47,7 @@ void CloseAllInChild() {
   AfterFork();
 }
 
-// When the core is loaded, so that no object is older than the handlers.
+// The handlers are registered when the core is loaded, so that no object is older than the handlers.
 [[maybe_unused]] const int g_registered = pthread_atfork(BeforeFork, AfterFork, CloseAllInChild);
 
 }  // namespace
@@ -77,7 +77,7 @@ OwnDescriptor::OwnDescriptor(const std::function<int()>& open) {
 void OwnDescriptor::Close() {
   if (value_ < 0) return;
   const int descriptor = std::exchange(value_, -1);
-  if (fork_count_ != ForkCount()) return;  // closed by the fork; its number may be another file's by now
+  if (fork_count_ != ForkCount()) return;  // the fork closed it, and another file may have its number by now
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
   registry.descriptors.erase(descriptor);

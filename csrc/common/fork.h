@@ -1,9 +1,9 @@
-// Keeps from a forked child what it must not share with its parent: descriptors, whose locks and deleted
-// files the child would keep alive, and large memory, which the parent would copy page by page while it
-// writes.
+// Keeps from a forked child what the child must not share with its parent: descriptors, whose locks and
+// deleted files the child would keep alive, and large memory, which the parent would copy page by page while
+// the parent writes.
 //
-// ForkCount tells a child: objects made before the fork belong to the parent, and their destructors do
-// nothing in the child.
+// By ForkCount a child knows which objects were made before the fork: they belong to the parent, and their
+// destructors do nothing in the child.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +13,20 @@
 
 namespace tierstore {
 
-// Forks between this process and the one that loaded the core. Safe to call at any time.
+// Returns the number of forks between this process and the process that loaded the core. Safe to call at any
+// time.
 unsigned ForkCount();
 
-// A forked child does not get the pages of this mapping: touching them there is a segmentation fault.
-// `address` and `bytes` are multiples of the page size. Where the kernel refuses, the child gets a copy as
-// before.
+// Keeps the pages of this mapping from forked children: a child that touches them gets a segmentation fault.
+// `begin` and `bytes` are multiples of the page size. Where the kernel refuses, the child gets a copy as
+// usual.
 void KeepFromChildren(void* begin, std::size_t bytes);
 
-// Every fork waits for this mutex, so that a child finds it free and can end what the parent had begun. For
-// mutexes that live as long as the process, and under which nothing forks or takes another such mutex.
+// Makes every fork wait for this mutex, so that a child finds the mutex free and the data whole. The mutex
+// lives as long as the process. Code that holds the mutex neither forks nor takes another such mutex.
 void HoldAcrossForks(std::mutex& mutex);
 
-// A file descriptor that is closed on destruction, and in every forked child.
+// Owns a file descriptor, which is closed on destruction and in every forked child.
 class OwnDescriptor {
  public:
   OwnDescriptor() = default;
@@ -41,9 +42,9 @@ class OwnDescriptor {
   }
   ~OwnDescriptor() { Close(); }
 
-  // -1 when there is none, as in a forked child.
+  // Returns -1 when there is no descriptor, as in a forked child.
   int value() const { return fork_count_ == ForkCount() ? value_ : -1; }
-  // errno of an `open` that failed, or 0.
+  // Returns errno of an `open` that failed, or 0.
   int error() const { return error_; }
   void Close();
 

@@ -8,7 +8,7 @@
 namespace tierstore {
 
 std::byte* MapAligned(std::size_t bytes, int protection) {
-  // What is only reserved is not charged to any overcommit limit.
+  // Address space that is only reserved must not count towards the system's overcommit limit.
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (protection == PROT_NONE ? MAP_NORESERVE : 0);
   void* address = mmap(nullptr, bytes + kHugePageBytes, protection, flags, -1, 0);
   if (address == MAP_FAILED) throw std::bad_alloc();

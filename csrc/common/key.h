@@ -1,4 +1,4 @@
-// A row's key: the table in the upper 16 bits, the id in the lower 48.
+// Packs and hashes a row's key, which has the table in the upper 16 bits and the id in the lower 48 bits.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ inline constexpr std::uint32_t KeyTable(std::uint64_t key) {
 }
 inline constexpr std::uint64_t KeyId(std::uint64_t key) { return key & kIdMask; }
 
-// Finaliser of MurmurHash3: a bijection of 64 bits that mixes every input bit into every output bit.
+// This is the finaliser of MurmurHash3: a bijection of 64 bits that mixes every input bit into every output
+// bit.
 inline constexpr std::uint64_t MixKey(std::uint64_t key) {
   key ^= key >> 33;
   key *= 0xff51afd7ed558ccdULL;
@@ -26,8 +27,8 @@ inline constexpr std::uint64_t MixKey(std::uint64_t key) {
   return key;
 }
 
-// A hash for tables in memory, keyed by a secret of this process, so that no input can crowd a table. No
-// result may depend on it.
+// The secret of this process keys the hash of hash tables in memory, so that no input can crowd a table. No
+// result may depend on the hash.
 struct HashSecret {
   std::uint64_t flip, odd_factor;
 };

@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kMostKept = std::size_t{16} << 20;
 
-// Arrays of neighbouring batches differ by a few elements: sizes are quarters of powers of two, so that they
-// fit in one another's pages. Those that no array reaches are never touched.
+// Arrays of neighbouring batches differ by a few elements. Sizes are quarters of powers of two, so that such
+// arrays fit in one another's pages. Pages that no array reaches are never touched.
 std::size_t SizeClass(std::size_t bytes) {
   const std::size_t quarter = std::bit_floor(bytes) / 4;
   const std::size_t step = bytes < kHugePageBytes ? quarter : std::max(quarter, kHugePageBytes);
@@ -26,7 +26,7 @@ std::size_t SizeClass(std::size_t bytes) {
 
 class Kept {
  public:
-  // A forked child frees arrays of its parent, too.
+  // A forked child frees arrays of its parent, too, so the child must find the mutex free.
   Kept() { HoldAcrossForks(mutex_); }
   void* Take(std::size_t size) {
     const std::lock_guard lock(mutex_);
@@ -41,8 +41,8 @@ class Kept {
   bool Give(void* at, std::size_t size) {
     const std::lock_guard lock(mutex_);
     if (size > kMostKept / 2) return false;
-    // The blocks that nobody has wanted for the longest time make room. Were they the largest ones instead,
-    // small blocks of one large batch would keep out what every batch needs.
+    // The blocks that nobody has wanted for the longest time make room. If the largest blocks made room
+    // instead, small blocks of one large batch would keep out blocks that every batch needs.
     auto end = blocks_.begin();
     for (; bytes_ + size > kMostKept; ++end) {
       munmap(end->at, end->size);
@@ -64,7 +64,7 @@ class Kept {
   std::size_t bytes_ = 0;
 };
 
-// Never destroyed: arrays may be given back while the process ends.
+// The instance is never destroyed, since arrays may be given back while the process ends.
 Kept& kept() {
   static Kept& instance = *new Kept;
   return instance;
@@ -77,7 +77,8 @@ void* TakePages(std::size_t bytes) {
   if (void* at = kept().Take(size)) return at;
   if (size % kHugePageBytes == 0) {
     void* at = MapAligned(size, PROT_READ | PROT_WRITE);
-    // Not the last one, so that no more memory is taken than was asked for.
+    // The last page, which the array fills in part, is no huge page: it would take more memory than was asked
+    // for.
     madvise(at, bytes / kHugePageBytes * kHugePageBytes, MADV_HUGEPAGE);
     return at;
   }

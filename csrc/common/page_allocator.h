@@ -1,8 +1,8 @@
-// Memory for arrays that live for many batches: large arrays get pages of their own.
+// Allocates arrays that live for many batches: large arrays get pages of their own.
 //
-// On malloc's heap they would lie between the temporaries of every batch, and keep the temporaries' pages
-// once these are freed. Up to 16 MiB of freed pages are kept for the arrays of the next batches, since the
-// system would zero new pages one by one.
+// On malloc's heap such arrays would lie between the temporaries of every batch, and would keep the pages of
+// freed temporaries from the system. Up to 16 MiB of freed pages are kept for the arrays of the next batches,
+// since the system would zero new pages one by one.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +14,15 @@
 
 namespace tierstore {
 
-// Memory of at least `bytes`, in no defined state. Throws std::bad_alloc. Thread-safe.
+// Returns memory of at least `bytes`, in no defined state. Throws std::bad_alloc. Thread-safe.
 void* TakePages(std::size_t bytes);
-// Frees memory; `bytes` as in the allocation.
+// Frees memory that TakePages returned for the same number of bytes.
 void GivePages(void* at, std::size_t bytes);
 
-// Elements that a vector gets by a size alone have no defined value, unless their type has a constructor:
-// to clear what threads are about to fill in would take one of them as long as the work itself.
-// A build with TIERSTORE_FILL_UNSET fills such elements with a pattern, so that tests find who relies on
-// them.
+// Elements that a vector gets by a size alone have no defined value, unless their type has a constructor: one
+// thread would clear an array for as long as many threads take to fill the array in. A build with
+// TIERSTORE_FILL_UNSET fills such elements with a pattern, so that tests find code that relies on their
+// values.
 template <typename T>
 struct PageAllocator {
   using value_type = T;

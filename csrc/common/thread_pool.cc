@@ -19,7 +19,7 @@ namespace {
 
 using Body = std::function<void(std::int64_t, std::int64_t)>;
 
-// One loop; lives on its caller's stack, which is why workers hold it only while `active` counts them.
+// A loop lives on its caller's stack, so a worker uses the loop only while `active` counts that worker.
 struct Loop {
   Loop(const Body* body, std::int64_t begin, std::int64_t end, std::int64_t grain, int max_helpers)
       : body(body), end(end), grain(grain), max_helpers(max_helpers), next(begin) {}
@@ -118,8 +118,8 @@ class ThreadPool {
 
 std::atomic<ThreadPool*> g_pool{nullptr};
 
-// Never destroyed: its detached workers may outlive static destructors. A forked child has none of the
-// workers and perhaps a locked mutex, so it forgets the pool and makes its own.
+// The pool is never destroyed, since its detached workers may outlive static destructors. A forked child has
+// none of the workers and perhaps a locked mutex, so the child forgets the pool and makes a pool of its own.
 ThreadPool& Pool() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { g_pool.store(nullptr); });
   static_cast<void>(registered);

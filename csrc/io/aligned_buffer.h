@@ -1,7 +1,7 @@
-// Memory for direct IO: block-aligned, zero, resident only where touched, movable. Buffers that are a
-// multiple of huge pages use huge pages where the system has them: the kernel then pins few pages for each
-// transfer, which is worth a quarter of the speed of large writes. A forked child does not get the buffers,
-// since a page that a transfer writes to must not become a copy.
+// Holds memory for direct IO, which is block-aligned, zero, resident only where it was touched, and movable.
+// Buffers of whole huge pages use huge pages where the system has them: the kernel then pins few pages for
+// each transfer, which is worth a quarter of the speed of large writes. A forked child does not get the
+// buffers, since a page that a transfer writes to must not become a copy.
 #pragma once
 
 #include <sys/mman.h>

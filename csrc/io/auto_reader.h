@@ -1,5 +1,5 @@
-// Reads by io_uring for as long as the kernel allows it, and by pread from then on: a filter on system calls
-// may be set after the ring was made.
+// Reads by io_uring for as long as the kernel allows io_uring, and by pread from then on: a filter on system
+// calls may be set after the ring was made.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace tierstore {
 
-// The ring cannot be entered any more; transfers that it has begun may still arrive in its own memory.
+// The kernel refuses to enter the ring. Transfers that have begun may still arrive in the ring's own memory.
 class RingError : public IoError {
  public:
   explicit RingError(int code)

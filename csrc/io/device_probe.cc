@@ -14,7 +14,8 @@ double ProbeReads(Env& env, const std::string& path, std::uint32_t block_bytes, 
   constexpr std::size_t kReadsAtOnce = 8192;  // so many that the short queue at the end hardly counts
   const auto file = env.Open(path, OpenMode::kRead, true);
   const std::uint64_t places = file->Size() / block_bytes;
-  if (places == 0) throw IoError(EINVAL, path, "measure reads of a file smaller than one");
+  if (places == 0)
+    throw IoError(EINVAL, path, "read " + std::to_string(block_bytes) + " bytes of a file that has fewer");
   const auto reader = env.NewBatchReader(ReadEngine::kAuto, queue_depth);
   std::mt19937_64 random(1);
   std::vector<ReadRequest> requests(kReadsAtOnce);

@@ -1,4 +1,4 @@
-// Failures of the operating system (or of an Env that plays one), with their errno.
+// IoError is a failure of the operating system, or of an Env that imitates one, with its errno.
 #pragma once
 
 #include <cerrno>
@@ -15,9 +15,10 @@ class IoError : public std::runtime_error {
       : std::runtime_error(path + ": " + what + ": " + std::strerror(code)), code_(code) {}
 
   int code() const { return code_; }
-  // No room on the device, in the quota, or in the largest file allowed.
+  // Returns whether the device or the quota has no room, or the file has the largest size allowed.
   bool IsFull() const { return code_ == ENOSPC || code_ == EDQUOT || code_ == EFBIG; }
-  // The process or the system is out of descriptors: nothing was tried yet, and a later call may work.
+  // Returns whether the process or the system is out of descriptors: nothing was tried yet, and a later call
+  // may work.
   bool IsOutOfDescriptors() const { return code_ == EMFILE || code_ == ENFILE; }
 
  private:

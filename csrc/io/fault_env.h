@@ -1,5 +1,5 @@
-// An Env around another that fails on request: errors at the nth operation of a kind, a device that is full,
-// reads that come short or with a bit flipped, a device that is slow and serves few operations at once.
+// FaultEnv is an Env around another Env that fails on request: the nth operation of a kind throws an error,
+// the device is full or slow or serves few operations at once, reads are short or have a flipped bit.
 #pragma once
 
 #include <condition_variable>
@@ -12,10 +12,11 @@ namespace tierstore {
 
 class FaultEnv final : public Env {
  public:
-  // Kinds of operations: "open", "create", "read", "write", "sync", "truncate", "rename", "remove", "list",
-  // "sync_directory".
-  // `at_once`: operations that the device serves at once while it is slow, and batches are read by threads
-  // then; 0: it serves all, and batches are read one request after the other.
+  // The kinds of operations are "open", "create", "read", "write", "sync", "truncate", "rename", "remove",
+  // "list" and "sync_directory".
+  //
+  // A slow device serves `at_once` operations at a time, and threads read batches. With 0 the device serves
+  // all operations at once, and batches are read one request after the other.
   explicit FaultEnv(Env& base, unsigned at_once = 0) : base_(base), at_once_(at_once) {}
 
   std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override;
@@ -29,20 +30,20 @@ class FaultEnv final : public Env {
   }
   std::uint64_t FreeBytes(const std::string& directory) override;
 
-  // The nth operation of this kind from now on (1 is the next) fails with `code`, and if `forever` all later
-  // operations, too. ENOMEM is no failure of the device, but std::bad_alloc.
+  // Lets the nth operation of this kind from now on (1 is the next) fail with `code`, and if `forever` all
+  // later operations, too. ENOMEM throws std::bad_alloc instead of an error of the device.
   void Fail(const std::string& kind, std::uint64_t nth, int code, bool forever);
-  // Writes that would make all files together larger than this fail with ENOSPC, half done.
+  // Lets writes fail with ENOSPC, half done, that would make all files together larger than this.
   void SetCapacity(std::uint64_t bytes);
-  // Reads flip one bit of every nth byte range that they return; 0: none.
+  // Flips one bit of the bytes of every nth read; 0 ends that.
   void FlipBits(std::uint64_t every_nth_read);
-  // The file seems to end in the middle of every nth read; 0: none.
+  // Lets the file end in the middle of every nth read; 0 ends that.
   void ShortenReads(std::uint64_t every_nth_read);
   void SlowDown(double seconds_per_operation);
   // Ends all faults.
   void Heal();
   std::map<std::string, std::uint64_t> Counts();
-  // The most operations that were under way at once.
+  // Returns the most operations that were under way at once.
   unsigned MostAtOnce();
 
  private:
@@ -54,9 +55,9 @@ class FaultEnv final : public Env {
     bool forever;
   };
 
-  // Counts the operation; throws when it is to fail.
+  // Counts the operation, and throws when the operation is to fail.
   void Begin(const std::string& kind, const std::string& path);
-  // Returns how many of `bytes` more bytes there is room for.
+  // Takes room for up to `bytes` more bytes, and returns the number of bytes that got room.
   std::uint64_t Grow(std::uint64_t bytes);
   std::size_t Distort(std::byte* data, std::size_t size);
   void Serve(double seconds);

@@ -96,7 +96,7 @@ std::vector<std::string> MemoryEnv::List(const std::string& directory) {
 void MemoryEnv::Rename(const std::string& from, const std::string& to) {
   std::lock_guard lock(mutex_);
   const auto found = names_.find(from);
-  if (found == names_.end()) throw IoError(ENOENT, to, "rename " + from + " to it");
+  if (found == names_.end()) throw IoError(ENOENT, to, "rename " + from + " to this name");
   names_[to] = found->second;
   names_.erase(from);
   log_.push_back({.kind = Kind::kRename, .from = from, .to = to});
@@ -117,7 +117,7 @@ std::size_t MemoryEnv::operations() {
   return log_.size();
 }
 
-// Which of the first operations a crash behind them cannot undo.
+// Returns which of the first operations a crash behind them cannot undo.
 std::vector<bool> MemoryEnv::Durable(std::size_t operations) const {
   std::vector<bool> durable(operations, false);
   std::map<std::size_t, std::size_t> synced;  // by inode: everything before this operation
@@ -171,7 +171,7 @@ void MemoryEnv::Apply(const Operation& operation, Disk& disk) {
   }
 }
 
-// Some of the write's sectors arrive.
+// Applies some of the write's sectors.
 void MemoryEnv::ApplyTorn(const Operation& operation, Disk& disk, std::mt19937_64& random) {
   const bool prefix = random() % 2 == 0;
   const std::size_t sectors = (operation.data.size() + kSectorBytes - 1) / kSectorBytes;

@@ -1,10 +1,10 @@
-// A file system in memory that remembers every operation, so that a test can ask for each state in which a
-// crash could have left the disk.
+// MemoryEnv is a file system in memory that remembers every operation, so that a test can ask for each state
+// in which a crash could have left the disk.
 //
-// What a crash may do: a write or truncation that no later Sync of its file covers may be lost, or, a write,
-// be torn at 512-byte sectors; a creation, rename or removal that no later SyncDirectory of its directory
-// covers may be lost, each for itself. That is weaker than what journaling file systems promise, and all that
-// the store relies on.
+// A crash may lose a write or truncation that no later Sync of its file covers, and may tear such a write at
+// 512-byte sectors. A crash may lose a creation, rename or removal that no later SyncDirectory of its
+// directory covers. Each operation may be lost alone. These promises are weaker than the promises of
+// journaling file systems, and the store relies on no other promises.
 #pragma once
 
 #include <map>
@@ -27,16 +27,17 @@ class MemoryEnv final : public Env {
     return NewSerialReader();
   }
 
-  // Operations so far.
+  // Returns the number of operations so far.
   std::size_t operations();
 
   enum class Unsynced { kLost, kKept, kRandom };
-  // The disk after a crash that came after the first `operations` operations. `seed` chooses for kRandom.
-  // What was done in the directory `keeps` is kept in any case: the cache of its device has a battery.
+  // Returns the disk after a crash that came after the first `operations` operations. `seed` chooses for
+  // kRandom. Operations in the directory `keeps` are kept in any case, as if the cache of the directory's
+  // device had a battery.
   std::unique_ptr<MemoryEnv> AfterCrash(std::size_t operations, Unsynced unsynced, std::uint64_t seed,
                                         const std::string& keeps = "");
 
-  // The whole contents of a file, for tests that damage files. These calls are not recorded.
+  // Get and set the whole contents of a file, for tests that damage files. These calls are not recorded.
   std::vector<std::byte> Contents(const std::string& path);
   void SetContents(const std::string& path, std::vector<std::byte> contents);
 

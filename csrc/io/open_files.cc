@@ -1,4 +1,4 @@
-// Which files of the process are open.
+// Chooses which files of the process are open.
 #include <pthread.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr rlim_t kFewest = 8, kMost = 512;
 
-// Asked for each time, since the user may change it.
+// The limit is asked for each time, since the user may change the limit.
 std::size_t MostOpen() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kFewest;
@@ -25,8 +25,8 @@ std::atomic<OpenFiles*> g_files{nullptr};
 
 }  // namespace
 
-// Never destroyed: files may be closed while the process ends. A forked child, where the mutex may be locked,
-// forgets it and makes its own.
+// The instance is never destroyed, since files may be closed while the process ends. A forked child, where
+// the mutex may be locked, forgets the instance and makes an instance of its own.
 OpenFiles& OpenFiles::Instance() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { g_files.store(nullptr); });
   static_cast<void>(registered);
@@ -38,7 +38,7 @@ OpenFiles& OpenFiles::Instance() {
   return *files;
 }
 
-// Opens the file; where descriptors are short, once more when idle ones have been closed.
+// Opens the file. When descriptors are short, closes idle descriptors and tries once more.
 PosixFile::Descriptor OpenFiles::Open(PosixFile& file, int extra_flags) {
   try {
     return file.Open(extra_flags);
@@ -114,7 +114,8 @@ void OpenFiles::CloseIdle() {
   Shrink(lock, 0);
 }
 
-// The least recently used file that is not in use. Of one that is not synced `syncing` gets the lock.
+// Returns the least recently used file that is not in use. If the file is not synced, `syncing` gets its
+// lock.
 PosixFile* OpenFiles::PickIdle(bool unsynced, std::unique_lock<std::mutex>* syncing) {
   const auto found = std::find_if(used_.begin(), used_.end(), [&](PosixFile* file) {
     if (file->open_.use_count() > 1 || file->pinned_ || file->unsynced_ != unsynced) return false;
@@ -129,7 +130,7 @@ void OpenFiles::Shrink(Lock& lock, std::size_t most) {
   while (used_.size() > most) {
     std::unique_lock<std::mutex> syncing;
     PosixFile* file = PickIdle(false, nullptr);
-    // The kernel may forget about a failed write once the file is closed, so a sync comes first.
+    // The kernel may forget a failed write once the file is closed, so a sync comes first.
     if (file == nullptr) file = PickIdle(true, &syncing);
     if (file == nullptr) return;
     used_.erase(file->used_place_);

@@ -62,7 +62,7 @@ class Posix final : public Env {
     const char* const old_name = folder_->Resolve(from, &at_from);
     const char* const new_name = folder_->Resolve(to, &at_to);
     if (renameat(at_from, old_name, at_to, new_name) != 0) {
-      throw IoError(errno, to, "rename " + from + " to it");
+      throw IoError(errno, to, "rename " + from + " to this name");
     }
   }
 
@@ -90,7 +90,8 @@ class Posix final : public Env {
     auto ring = NewUringReader(queue_depth, devices, &error);
     if (engine == ReadEngine::kIoUring) {
       if (ring != nullptr) return ring;
-      throw IoError(error, "io_uring", "set up a ring (this kernel or container refuses it; use io='pread')");
+      throw IoError(error, "io_uring",
+                    "set up a ring (this kernel or container refuses io_uring; use io='pread')");
     }
     if (ring == nullptr) return NewPreadReader(queue_depth, devices);
     return std::make_unique<AutoReader>(std::move(ring), queue_depth, devices);
@@ -142,7 +143,8 @@ const char* Folder::Resolve(const std::string& name, int* at) const {
 }
 
 Env& PosixEnv() {
-  static Posix* env = new Posix(std::make_shared<Folder>());  // never destroyed: files may be closed at exit
+  // The Env is never destroyed, since files may be closed while the process ends.
+  static Posix* env = new Posix(std::make_shared<Folder>());
   return *env;
 }
 

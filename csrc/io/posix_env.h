@@ -1,4 +1,4 @@
-// Parts of the posix Env that its files and readers share.
+// Declares the parts of the posix Env that its files and readers share.
 #pragma once
 
 #include <sys/types.h>
@@ -14,20 +14,20 @@
 
 namespace tierstore {
 
-// The directory in which names are looked up. It stays open, so that neither a new working directory nor a
+// Names are looked up in a Folder. The directory stays open, so that neither a new working directory nor a
 // lack of descriptors separates a store from its files. Descriptor -1 stands for the process's working
 // directory.
 struct Folder {
   std::string path;
   OwnDescriptor descriptor;
 
-  // The name of `path` in the folder, or `path` where it is not in the folder; `at` is for openat and the
-  // like.
+  // Returns the name of `path` in the folder, or `path` where the path is not in the folder. `at` gets the
+  // descriptor that calls such as openat take with the name.
   const char* Resolve(const std::string& path, int* at) const;
 };
 
-// A file whose descriptor is opened when needed, and shared for as long as it is used. All files of the
-// process together hold so few descriptors that the process has enough left (OpenFiles).
+// A PosixFile opens its descriptor when a call needs the descriptor, and calls share the descriptor. All
+// files of the process together hold so few descriptors that the process has enough left (OpenFiles).
 class PosixFile final : public File {
  public:
   using Descriptor = std::shared_ptr<const OwnDescriptor>;
@@ -80,8 +80,8 @@ class PosixFile final : public File {
   std::list<PosixFile*>::iterator place_, used_place_;
 };
 
-// The descriptors of all PosixFiles of the process. When these are more than a quarter of the process's
-// limit, the least recently used are closed. Thread-safe.
+// OpenFiles holds the descriptors of all PosixFiles of the process. When they are more than a quarter of the
+// process's limit, the least recently used descriptors are closed. Thread-safe.
 class OpenFiles {
  public:
   static OpenFiles& Instance();
@@ -90,7 +90,7 @@ class OpenFiles {
   void Add(PosixFile& file, int extra_flags);
   void Remove(PosixFile& file);
   PosixFile::Descriptor Use(PosixFile& file, bool may_wait);
-  // Files of this path stay open from now on, as long as they live: the name is about to go.
+  // Keeps files of this path open from now on, as long as they live: the name is about to go.
   void Pin(const std::string& path);
   // Closes descriptors that no caller uses.
   void CloseIdle();
@@ -107,7 +107,7 @@ class OpenFiles {
   std::list<PosixFile*> used_;   // all open files, the least recently used first
 };
 
-// Of PosixFiles. Returns nullptr where the kernel refuses io_uring, with its errno in `error`.
+// Returns a reader of PosixFiles, or nullptr where the kernel refuses io_uring, with its errno in `error`.
 std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, unsigned devices, int* error);
 
 }  // namespace tierstore

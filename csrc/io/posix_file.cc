@@ -1,4 +1,4 @@
-// Files of the posix Env.
+// Implements files of the posix Env.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@ std::string Range(const char* verb, std::size_t size, std::uint64_t offset) {
   return std::string(verb) + " " + std::to_string(size) + " bytes at offset " + std::to_string(offset);
 }
 
-// Never through a link: a store directory from elsewhere must not lead out of itself.
+// No file is opened through a link: a store directory from elsewhere must not lead out of itself.
 int FlagsOf(OpenMode mode) { return O_CLOEXEC | O_NOFOLLOW | (mode == OpenMode::kRead ? O_RDONLY : O_RDWR); }
 
 }  // namespace
@@ -31,7 +31,7 @@ PosixFile::PosixFile(std::shared_ptr<const Folder> folder, const std::string& pa
 PosixFile::~PosixFile() {
   if (fork_count_ != ForkCount()) return;
   OpenFiles::Instance().Remove(*this);
-  const std::lock_guard closing(syncing_);  // another thread may sync what it closes
+  const std::lock_guard closing(syncing_);  // another thread may sync the descriptor that it closes
 }
 
 int PosixFile::OpenOnce(int flags) const {
@@ -40,7 +40,7 @@ int PosixFile::OpenOnce(int flags) const {
   return openat(at, name, flags, 0644);
 }
 
-// `extra_flags`: flags that create the file.
+// `extra_flags` are flags that create the file.
 PosixFile::Descriptor PosixFile::Open(int extra_flags) {
   const auto attempt = [&] {
     const int flags = flags_ | extra_flags;
@@ -63,7 +63,7 @@ PosixFile::Descriptor PosixFile::Open(int extra_flags) {
     device_ = status.st_dev;
     inode_ = status.st_ino;
   } else if (status.st_dev != device_ || status.st_ino != inode_) {
-    throw IoError(ESTALE, path_, "open it again: another file has taken its place");
+    throw IoError(ESTALE, path_, "open the file again: another file has taken its place");
   }
   return opened;
 }
@@ -122,7 +122,7 @@ void PosixFile::Sync() {
   throw IoError(code, path_, "sync");
 }
 
-// With syncing_ held. The next Sync throws what this one meets.
+// Call it with syncing_ held. If this sync fails, the next Sync throws its error.
 void PosixFile::SyncBeforeClosing(const Descriptor& descriptor) {
   unsynced_ = false;
   if (fdatasync(descriptor->value()) != 0) failed_sync_ = errno;

@@ -1,4 +1,4 @@
-// The reader for kernels and containers without io_uring: each thread has one read in flight.
+// Reads batches on kernels and in containers without io_uring: each thread has one read in flight.
 #include <algorithm>
 #include <condition_variable>
 #include <deque>

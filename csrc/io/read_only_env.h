@@ -1,6 +1,6 @@
-// An Env around another Env that changes nothing: calls that would remove or truncate do nothing, as if done,
-// and calls that would write throw EROFS. So a store can be opened at a commit and read where writing is not
-// allowed.
+// ReadOnlyEnv is an Env around another Env that changes nothing: calls that would remove or truncate return
+// and do nothing, and calls that would write throw EROFS. So a store can be opened at a commit and read where
+// writing is not allowed.
 #pragma once
 
 #include "io/env.h"

@@ -1,5 +1,6 @@
-// The buffers of a batch reader: one arena, cut for each batch into equal slots that hold its largest
-// request. So small reads get the full queue depth, and large reads need no more memory.
+// ReadSlots holds the buffers of a batch reader. One arena is cut for each batch into equal slots, each of
+// which holds the batch's largest request. So small reads get the full queue depth, and large reads need no
+// more memory.
 #pragma once
 
 #include <algorithm>
@@ -21,18 +22,19 @@ class ReadSlots {
     bool refused_once = false;  // with EINVAL
   };
 
-  // `depth`: of each device.
+  // `depth` is the queue depth of each device.
   ReadSlots(unsigned depth, unsigned devices)
       : depth_(std::size_t{depth} * devices),
         arena_(std::max(depth_ * (32 << 10), devices * kMaxReadBytes)) {}
 
-  // Cuts the arena for these requests; all slots are free.
+  // Cuts the arena for these requests, and frees all slots.
   void Prepare(std::span<const ReadRequest> requests) {
     std::size_t largest = kBlockBytes;
     for (const ReadRequest& request : requests) {
       if (request.size == 0 || request.size > kMaxReadBytes || request.size % kBlockBytes != 0 ||
           request.offset % kBlockBytes != 0) {
-        throw std::logic_error("read request that is not made of blocks");
+        throw std::logic_error("a read of " + std::to_string(request.size) + " bytes at offset " +
+                               std::to_string(request.offset) + " is not made of blocks");
       }
       largest = std::max<std::size_t>(largest, request.size);
     }

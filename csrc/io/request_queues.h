@@ -1,5 +1,5 @@
-// The order in which a batch reader begins its requests. Every device has a queue of its own, so that
-// requests to a slow device do not take the places of requests to the others.
+// RequestQueues decides in which order a batch reader begins its requests. Every device has a queue of its
+// own, so that requests to a slow device do not take the places of requests to other devices.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ class RequestQueues {
  public:
   explicit RequestQueues(unsigned devices) : queues_(devices) {}
 
-  // `slots`: requests in flight on all devices together.
+  // `slots` is the number of requests in flight on all devices together.
   void Prepare(std::span<const ReadRequest> requests, std::size_t slots) {
     requests_ = requests;
     depth_ = std::max<std::size_t>(1, slots / queues_.size());
     std::fill(queues_.begin(), queues_.end(), Queue{});
   }
 
-  // The request to begin now, the devices in turn; nothing while all devices that have requests left are
-  // busy, and when no request is left.
+  // Returns the request to begin now, of the devices in turn. Returns nothing when no request is left, and
+  // while all devices that have requests left are busy.
   std::optional<std::size_t> Next() {
     for (std::size_t i = 0; i < queues_.size(); ++i) {
       const std::size_t device = (turn_ + i) % queues_.size();
@@ -36,7 +36,7 @@ class RequestQueues {
     }
     return std::nullopt;
   }
-  // The request that Next gave has begun.
+  // Notes that the request which Next returned has begun.
   void Begin() {
     Queue& queue = queues_[turn_];
     ++queue.next;

@@ -54,7 +54,7 @@ class SequentialReader {
  public:
   explicit SequentialReader(File& file) : file_(file), buffer_(SequentialWriter::kBufferBytes) {}
 
-  // Copies the next bytes; false when the file ends within them.
+  // Copies the next bytes. Returns false when the file ends within them.
   bool Read(void* out, std::size_t size) {
     auto* bytes = static_cast<std::byte*>(out);
     while (size > 0) {

@@ -1,4 +1,5 @@
-// One io_uring instance through its three system calls; no liburing. One thread at a time.
+// Uring is one io_uring instance, used through the kernel's three system calls and without liburing. One
+// thread at a time may use a Uring.
 //
 // The structures follow the kernel's stable interface (include/uapi/linux/io_uring.h). They are written out
 // here so that the core builds where the system's headers are older than its kernel.
@@ -43,23 +44,25 @@ inline constexpr std::uint8_t kUringRead = 22;
 
 class Uring {
  public:
-  // nullptr where the kernel lacks io_uring, refuses it, or is older than 5.6 (which has no plain reads);
-  // `error` says why.
+  // Returns nullptr where the kernel lacks io_uring, refuses io_uring, or is older than 5.6 (the first kernel
+  // with plain reads); `error` gets the errno.
   static std::unique_ptr<Uring> Create(unsigned entries, int* error);
   ~Uring();
   Uring(const Uring&) = delete;
   Uring& operator=(const Uring&) = delete;
 
-  // Makes `memory` buffer 0 of the *Fixed operations; false where the limit on locked memory forbids it.
+  // Makes `memory` buffer 0 of the *Fixed operations. Returns false where the limit on locked memory forbids
+  // that.
   bool RegisterBuffer(void* memory, std::size_t size);
 
-  // The next submission entry, zeroed. No more than `entries` may be between here and their completion.
+  // Returns the next submission entry, zeroed. No more than `entries` may be between this call and their
+  // completion.
   UringSqe& NextSqe();
 
   // Submits all new entries and waits until `wait` completions are there. Returns 0 or an errno.
   int SubmitAndWait(unsigned wait);
 
-  // Takes one completion; false when there is none.
+  // Takes one completion. Returns false when there is none.
   bool Reap(UringCqe& out);
 
  private:

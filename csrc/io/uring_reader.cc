@@ -14,8 +14,8 @@
 namespace tierstore {
 namespace {
 
-// Completions that are waited for, and worked on before further requests are submitted. Waiting for several
-// saves system calls; were it more, the device would run out of requests meanwhile.
+// This many completions are waited for, and worked on before further requests are submitted. Waiting for
+// several completions saves system calls; with more of them the device would run out of requests meanwhile.
 constexpr unsigned kAtOnce = 8;
 
 class UringReader final : public BatchReader {
@@ -122,7 +122,7 @@ class UringReader final : public BatchReader {
     slots_.Release(slot);
   }
 
-  // The file of a device's last request, which often is the file of its next one, too.
+  // The file of a device's last request, which often is the file of the device's next request, too.
   struct Last {
     PosixFile* file = nullptr;
     PosixFile::Descriptor descriptor;

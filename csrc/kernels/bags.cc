@@ -29,7 +29,8 @@ void Bags::Check() const {
 void CheckInverse(const std::int32_t* inverse, std::int64_t n, std::int64_t num_unique) {
   std::int32_t largest = -1;
   for (std::int64_t p = 0; p < n; ++p) largest = std::max(largest, inverse[p]);
-  if (largest >= num_unique) throw std::invalid_argument("inverse has an entry >= the number of slots");
+  if (largest >= num_unique)
+    throw std::invalid_argument("inverse has an entry that is not below the number of slots");
 }
 
 }  // namespace tierstore

@@ -1,4 +1,5 @@
-// Bags of positions, grouped by feature, and where the pooled vector of each bag (or its gradient) lies.
+// Describes bags of positions, grouped by feature, and where the pooled vector of each bag (or the gradient
+// of the vector) lies.
 #pragma once
 
 #include <algorithm>
@@ -48,14 +49,14 @@ class FeatureCursor {
   std::int64_t feature_;
 };
 
-// Positions of a bag that are not skipped.
+// Returns the number of positions of a bag that are not skipped.
 inline std::int64_t CountUsed(const std::int32_t* inverse, std::int64_t begin, std::int64_t end) {
   std::int64_t used = 0;
   for (std::int64_t p = begin; p < end; ++p) used += inverse[p] >= 0;
   return used;
 }
 
-// Bags per piece of a parallel loop, so that a piece has about `positions` positions.
+// Returns the number of bags in a piece of a parallel loop, so that a piece has about `positions` positions.
 inline std::int64_t BagGrain(const Bags& bags, std::int64_t positions) {
   const std::int64_t n = std::max<std::int64_t>(1, bags.num_positions());
   return std::clamp<std::int64_t>(positions * bags.num_bags / n, 1, positions);

@@ -18,8 +18,8 @@ std::int64_t Outside(const Id* ids, std::int64_t count, std::int64_t bound) {
   return -1;
 }
 
-// The last shard that starts at or below the id. Random ids would make a search that branches guess wrong
-// half of the time.
+// Returns the last shard that starts at or below the id. The search has no branches, since the processor
+// would mispredict half of them for random ids.
 inline std::int64_t ShardOf(std::int64_t id, const std::int64_t* starts, std::int64_t shards) {
   const std::int64_t* first = starts;
   while (shards > 1) {

@@ -14,7 +14,7 @@
 namespace tierstore {
 namespace {
 
-// Random bits of kColumns columns from `column`, a multiple of 4.
+// Draws the random bits of kColumns columns from `column` on, a multiple of 4.
 template <int kColumns>
 TIERSTORE_INLINE void RandomColumns(std::uint64_t id, std::int64_t column, std::uint64_t seed,
                                     std::uint32_t (&bits)[kColumns]) {
@@ -102,7 +102,7 @@ struct InitKernel {
       FillColumns<16>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
   }
 
-  // Of the kColumns from `column` on, at most `limit` behind the first `skip` are written.
+  // Writes at most `limit` of the kColumns columns from `column` on, and not the first `skip` columns.
   template <int kColumns>
   TIERSTORE_INLINE static void FillColumns(const TableInit& tables, std::uint32_t table, std::uint64_t id,
                                            std::int64_t column, int skip, std::int64_t limit, float* out) {

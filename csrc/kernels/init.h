@@ -1,5 +1,6 @@
-// Initial values of rows: a pure function of (seed, id, column), so they depend neither on the order in which
-// rows are first touched nor on the table's place in a collection, on slots, threads or the machine.
+// Computes the initial values of rows as a pure function of (seed, id, column), so the values depend neither
+// on the order in which rows are first touched nor on the table's place in a collection, on slots, threads or
+// the machine.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@ namespace tierstore {
 
 enum class InitKind : std::uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 
-// How the weights of each table begin, one entry per table (key >> 48). `first` and `second` are the
-// parameters of the kind:
+// TableInit says how the weights of each table begin, by one entry per table (key >> 48). `first` and
+// `second` are the parameters of the kind:
 // - constant (value): value
 // - uniform (low, high): min(low + u * (high - low), the float before high), in float32, u = (x >> 8) / 2^24
 // - normal (mean, std): float32(mean + std * z) in float64, z the standard normal quantile of
@@ -27,9 +28,9 @@ struct TableInit {
   const std::int64_t* columns = nullptr;  // first column of each table; null: 0
 };
 
-// Writes whole records: `dim` weights, rounded to the nearest value where they have 16 bits, `state_floats`
-// times `state_value`, zero padding. Row i goes to slot slots[i], or i when slots is null; slots must not
-// repeat. Every key's table must be below num_tables.
+// Writes whole records: `dim` weights (rounded to the nearest value where weights have 16 bits), then
+// `state_floats` times `state_value`, then zero padding. Row i goes to slot slots[i], or to slot i when slots
+// is null; slots must not repeat. Every key's table must be below num_tables.
 void InitRows(Rows rows, const std::int32_t* slots, const std::uint64_t* keys, std::int64_t n,
               std::int64_t dim, std::int64_t state_floats, float state_value, const TableInit& tables);
 

@@ -1,4 +1,4 @@
-// Functions that every instruction set inlines, and that device code calls, too.
+// Marks functions that every instruction set inlines, and that device code calls, too.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -9,7 +9,7 @@ namespace {
 Isa Detect() {
 #if TIERSTORE_X86
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("f16c")) return Isa::kBaseline;  // every processor with AVX2 has it
+  if (!__builtin_cpu_supports("f16c")) return Isa::kBaseline;  // every processor with AVX2 has f16c
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
     return Isa::kAvx512;

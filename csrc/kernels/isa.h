@@ -1,4 +1,4 @@
-// Run-time choice of the instruction set. A kernel is a struct with a nested `Args` and
+// Chooses the instruction set at run time. A kernel is a struct with a nested `Args` and
 //
 //   template <int W> TIERSTORE_INLINE static void Run(const Args&, int64_t begin, int64_t end);
 //
@@ -21,10 +21,10 @@ namespace tierstore {
 
 enum class Isa : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// The best instruction set of this CPU, unless a lower one was forced.
+// Returns the best instruction set of this CPU, unless a lower instruction set was forced.
 Isa ActiveIsa();
 Isa BestIsa();
-// For tests. Throws std::invalid_argument when the CPU lacks it.
+// Forces an instruction set, for tests. Throws std::invalid_argument when the CPU lacks the instruction set.
 void ForceIsa(Isa isa);
 
 template <typename Kernel>

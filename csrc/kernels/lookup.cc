@@ -8,21 +8,21 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kPiecePositions = 512;
-constexpr std::int64_t kBagsAhead = 4;  // whose output is prefetched
+constexpr std::int64_t kBagsAhead = 4;  // the output of bags is prefetched so far ahead
 
-// Rows by position, for loops over consecutive positions: each read prefetches what a later one needs.
+// Reads rows by position, in loops over consecutive positions: each read prefetches the row of a later read.
 template <typename Weights>
 class RowReader {
  public:
   TIERSTORE_INLINE RowReader(const Gather& gather, std::int64_t num_positions)
       : gather_(gather), ahead_(PrefetchAhead(gather.dim * Weights::kBytes)), end_(num_positions - ahead_) {}
 
-  // The row of p from column c, of which a block is needed; null when p is skipped.
+  // Returns the row of p from column c on, for a block of columns; null when p is skipped.
   template <typename B>
   TIERSTORE_INLINE std::uint8_t* At(std::int64_t p, B, std::int64_t c) const {
     return Read(p, Weights::kBytes * c, Weights::kBytes * B::kLanes * B::kVectors);
   }
-  // The whole row of p.
+  // Returns the whole row of p.
   TIERSTORE_INLINE std::uint8_t* At(std::int64_t p) const {
     return Read(p, 0, Weights::kBytes * gather_.dim);
   }
@@ -42,7 +42,7 @@ class RowReader {
   const std::int64_t end_;
 };
 
-// Vector i of a block of weights.
+// Loads vector i of a block of weights.
 template <typename Weights, typename B>
 TIERSTORE_INLINE auto LoadWeights(const std::uint8_t* from, B, int i) {
   return Weights::template LoadVector<B::kLanes>(from + i * B::kLanes * Weights::kBytes);

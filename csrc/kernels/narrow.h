@@ -1,5 +1,6 @@
-// Single numbers in fewer bits; kernels/row_format.h says what of. `dice`, 16 random bits, decides what is
-// rounded up; without kStochastic rounding is to the nearest value, ties to even.
+// Converts single numbers to fewer bits and back; kernels/row_format.h says which numbers of a row. `dice`,
+// 16 random bits, decides whether a number is rounded up; without kStochastic, rounding is to the nearest
+// value, ties to even.
 #pragma once
 
 #include <cmath>
@@ -26,8 +27,8 @@ TIERSTORE_INLINE float OfBits(std::uint32_t bits) {
   return value;
 }
 
-// What to add to `bits` before its lowest `cut` bits are cut off. `dice` has at least `cut` bits. Word: 32
-// bits, or a vector of them.
+// Returns the number to add to `bits` before the lowest `cut` bits are cut off. `dice` has at least `cut`
+// bits. A Word has 32 bits, or is a vector of words of 32 bits.
 template <bool kStochastic, typename Word>
 TIERSTORE_INLINE Word Rounding(const Word& bits, int cut, const Word& dice) {
   const std::uint32_t below = (1u << cut) - 1;
@@ -35,7 +36,7 @@ TIERSTORE_INLINE Word Rounding(const Word& bits, int cut, const Word& dice) {
   return (bits >> cut & 1u) + (below >> 1);
 }
 
-// Vectors of W numbers of 16 bits, and of 32 bits for each.
+// These vectors have W numbers of 16 bits, or of 32 bits.
 template <int W>
 struct ShortTypes {
   typedef std::uint16_t Shorts __attribute__((vector_size(2 * W)));
@@ -47,7 +48,7 @@ struct ShortTypes<1> {
   using Words = std::uint32_t;
 };
 
-// The elements of a vector (or a number) as another type.
+// Converts the elements of a vector (or a number) to another type.
 template <typename To, typename From>
 TIERSTORE_INLINE To Converted(const From& from) {
   if constexpr (std::is_arithmetic_v<From>) {
@@ -57,7 +58,7 @@ TIERSTORE_INLINE To Converted(const From& from) {
   }
 }
 
-// The bits of a vector (or a number) as another type.
+// Returns the bits of a vector (or a number) as another type.
 template <typename To, typename From>
 TIERSTORE_INLINE To Cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -66,8 +67,8 @@ TIERSTORE_INLINE To Cast(const From& from) {
   return to;
 }
 
-// a where the comparison holds, else b. The compiler takes ?: of comparisons that depend on one another
-// apart.
+// Returns a where the comparison holds, else b. The operator ?: would not do: the compiler splits comparisons
+// that depend on one another into single elements.
 template <typename Holds, typename Words>
 TIERSTORE_INLINE Words Select(const Holds& holds, const Words& a, const Words& b) {
   if constexpr (std::is_same_v<Holds, bool>) {
@@ -78,8 +79,8 @@ TIERSTORE_INLINE Words Select(const Holds& holds, const Words& a, const Words& b
   }
 }
 
-// Conversions of W numbers at once, in vectors of 32 bits each, with the same results for every W. W is 8 or
-// more only where a kernel is compiled for AVX2 or better.
+// The types below convert W numbers at once, in vectors of 32 bits each, with the same results for every W. W
+// is 8 or more only where a kernel is compiled for AVX2 or better.
 struct Bfloat16 {
   static constexpr WeightType kType = WeightType::kBfloat16;
 
@@ -126,8 +127,8 @@ struct Half {
     }
 #endif
     const Words normal = ((magnitude + Rounding<kStochastic>(magnitude, 13, dice)) >> 13) - kRebias;
-    // Subnormal numbers are multiples of 2^-24: 16 bits below that, and a last bit that tells of further
-    // ones.
+    // Subnormal numbers are multiples of 2^-24. `fixed` keeps 16 more bits; its last bit is set where any
+    // lower bit is set.
     const Floats scaled = Cast<Floats>(Select(order < kLeastNormal, magnitude, Words{})) * 0x1p40f;
     const Ints whole = Converted<Ints>(scaled);
     const Words further = Select(Converted<Floats>(whole) < scaled, Words{} + 1u, Words{});
@@ -157,7 +158,7 @@ struct Half {
     const Words words = Converted<Words>(shorts);
     const Words magnitude = (words & 0x7FFFu) << 13, sign = (words & 0x8000u) << 16;
     // A subnormal number, with the exponent of 2^-14, is 2^-14 too large. So no operand is subnormal in
-    // float32, which some modes of the processor take for 0.
+    // float32: some modes of the processor take subnormal operands for 0.
     const Words small = Cast<Words>(Cast<Floats>(magnitude + (113u << 23)) - 0x1p-14f);
     const auto order = Cast<typename VecTypes<W>::Int>(magnitude);
     const Words normal = magnitude + (112u << 23), finite = Select(order < kLeastNormal, small, normal);
@@ -168,7 +169,8 @@ struct Half {
 
  private:
 #if TIERSTORE_X86
-  // The processor's conversion of float32, to the nearest; it knows no largest number.
+  // Converts float32 to the nearest value by the processor's instruction, which gives infinity beyond the
+  // largest number.
   template <int W>
   TIERSTORE_INLINE static typename ShortTypes<W>::Shorts Processors(
       const typename ShortTypes<W>::Words& values) {
@@ -179,7 +181,7 @@ struct Half {
 #endif
 };
 
-// The values that the weights of a row may have: offset + q * step, q < 256.
+// The weights of a row may have the values offset + q * step, q < 256.
 struct Grid {
   float step;
   float offset;
@@ -236,7 +238,8 @@ TIERSTORE_INLINE Grid GridOf(const float* row, std::int64_t dim) {
 
 template <bool kStochastic>
 TIERSTORE_INLINE std::uint8_t Quantise(const Grid& grid, float value, std::uint32_t dice) {
-  // Steps times 2^16, rounded down; the last bit tells of what was cut off. |value| is at most 2^15 steps.
+  // `whole` counts 2^-16 steps, rounded down; its last bit is set where bits were cut off. |value| is at most
+  // 2^15 steps.
   const float scaled = value * grid.per_step * 0x1p16f;
   std::int32_t whole = static_cast<std::int32_t>(scaled);
   whole -= static_cast<float>(whole) > scaled ? 1 : 0;

@@ -1,5 +1,6 @@
-// Standard normal numbers from 32 random bits, with the same bits on every machine: only + - * / and sqrt of
-// doubles, which IEEE 754 rounds exactly, no library function and no fused multiply-add.
+// Makes standard normal numbers from 32 random bits, with the same bits on every machine. The code uses only
+// + - * / and sqrt of doubles, which IEEE 754 rounds exactly; it uses no library function and no fused
+// multiply-add.
 #pragma once
 
 #include <cmath>
@@ -10,8 +11,9 @@
 
 namespace tierstore {
 
-// Natural logarithm of a positive normal double, to about 1 ulp: x = m * 2^e with sqrt(1/2) <= m < sqrt(2),
-// and log m = 2 atanh(s) with s = (m - 1) / (m + 1), whose series in s^2 <= 0.0295 is cut after s^21.
+// Returns the natural logarithm of a positive normal double, to about 1 ulp: x = m * 2^e with sqrt(1/2) <= m
+// < sqrt(2), and log m = 2 atanh(s) with s = (m - 1) / (m + 1), whose series in s^2 <= 0.0295 is cut after
+// s^21.
 TIERSTORE_INLINE double PortableLog(double x) {
   constexpr std::uint64_t kMantissa = (std::uint64_t{1} << 52) - 1;
   constexpr std::uint64_t kHalfExponent = std::uint64_t{1022} << 52;
@@ -44,7 +46,7 @@ TIERSTORE_INLINE double Polynomial(const double (&coefficients)[N], double x) {
 // occur here and are left out.
 inline constexpr double kCentral = 0.425;
 
-// q = p - 1/2.
+// The argument is q = p - 1/2.
 TIERSTORE_INLINE double CentralQuantile(double q) {
   constexpr double a[] = {3.3871328727963666080e0,  1.3314166789178437745e+2, 1.9715909503065514427e+3,
                           1.3731693765509461125e+4, 4.5921953931549871457e+4, 6.7265770927008700853e+4,
@@ -79,8 +81,8 @@ TIERSTORE_INLINE double TailQuantile(double p) {
   return lower ? -value : value;
 }
 
-// out[i] = the standard normal number of bits[i]: the quantile of (bits[i] + 1/2) / 2^32. Numbers in the
-// tails, 15 %, are set aside so that either part runs in vectors.
+// Sets out[i] to the standard normal number of bits[i]: the quantile of (bits[i] + 1/2) / 2^32. Numbers in
+// the tails (15 %) are set aside, so that the central part and the tails both run in vectors.
 template <int N>
 TIERSTORE_INLINE void NormalNumbers(const std::uint32_t (&bits)[N], double (&out)[N]) {
   double p[N], tail_p[N], tail[N];

@@ -6,7 +6,7 @@
 namespace tierstore {
 namespace {
 
-// Floats of state, without the number of the last update.
+// Returns the number of floats of state, without the number of the last update.
 std::int64_t OwnFloats(OptimizerKind kind, std::int64_t dim) {
   switch (kind) {
     case OptimizerKind::kSgd:
@@ -52,7 +52,7 @@ OptimizerStep OptimizerStep::Make(int kind, double lr, double eps, double weight
   if (weight_decay_mode < 0 || weight_decay_mode > static_cast<int>(WeightDecayMode::kDecoupled)) {
     throw std::invalid_argument("weight_decay_mode must be 0 (none), 1 (L2) or 2 (decoupled)");
   }
-  if (step < 1) throw std::invalid_argument("step counts from 1");
+  if (step < 1) throw std::invalid_argument("step must be at least 1");
   const auto mode = static_cast<WeightDecayMode>(weight_decay_mode);
   OptimizerStep result{};
   result.number = step;

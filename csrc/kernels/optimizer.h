@@ -1,4 +1,4 @@
-// One optimizer step for one row, in place. `g` is the row's whole gradient of this step, summed over
+// Makes one optimizer step for one row, in place. `g` is the row's whole gradient of this step, summed over
 // duplicates.
 //
 //   SGD             w -= lr * g
@@ -13,19 +13,20 @@
 //   Lamb            u = Adam's change of w without lr, + decay w;  w -= lr * |w| / |u| * u
 //   PartialRowWiseLamb   Lamb with the v of PartialRowWiseAdam
 //
-// Weight decay of all rows (DecayingAll): the last float of a row's state is the number of its last update, 0
-// before the first. An update, number t, first multiplies w by keep^(t - last - 1), which is decoupled decay
-// for the updates that the row was not part of.
+// With weight decay of all rows (DecayingAll), the last float of a row's state is the number of the row's
+// last update, 0 before the first. An update, number t, first multiplies w by keep^(t - last - 1), which is
+// decoupled decay for the updates that the row was not part of.
 //
-// Before all that, the gradient may be clipped, as torch does it (values, then the norm):
+// Before an update the gradient may be clipped as torch clips gradients, first by value and then by norm:
 //
 //   clip_value      every g becomes min(max(g, -clip_value), clip_value)
 //   clip_norm       g *= min(1, clip_norm / (|g| + 1e-6))
 //
-// Weight decay: kL2 adds weight_decay * w to g first; kDecoupled multiplies w by 1 - lr * weight_decay in the
-// update. Lars and Lamb have a decay of their own, as above; |x| is the norm of the row, and a quotient of
-// norms is 1 where one of them is 0. Other than that, these are the semantics of fbgemm's optimizers (whose
-// Adam decays decoupled), and of torch's SGD with momentum.
+// There are two modes of weight decay: kL2 adds weight_decay * w to g first; kDecoupled multiplies w by 1 -
+// lr
+// * weight_decay in the update. Lars and Lamb have a decay of their own, as above; |x| is the norm of the
+// row, and a quotient of norms is 1 where one of them is 0. In all other respects the optimizers are
+// fbgemm's, whose Adam decays decoupled, and SGD with momentum is torch's.
 #pragma once
 
 #include <cmath>
@@ -50,7 +51,8 @@ enum class OptimizerKind : int {
 };
 enum class WeightDecayMode : int { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
-// Hyperparameters of one step, with values that depend on them alone computed in double precision.
+// OptimizerStep holds the hyperparameters of one step, and values that follow from the hyperparameters alone,
+// computed in double precision.
 struct OptimizerStep {
   OptimizerKind kind;
   float lr;
@@ -68,24 +70,24 @@ struct OptimizerStep {
   bool decays_all = false;   // whether rows decay for updates that they were not part of
   double keep_missed = 1.0;  // factor of the weights for each of these updates
 
-  // `step`: its number, which matters to Adam and the like, to Momentum and to stochastic rounding. For
-  // Momentum, beta1 is the momentum and beta2 the dampening; for Lars, beta1 is the momentum. Throws
-  // std::invalid_argument for an unknown kind or mode and step < 1.
+  // `step` is the step's number, which matters to Momentum, to kinds with bias correction such as Adam, and
+  // to stochastic rounding. For Momentum, beta1 is the momentum and beta2 the dampening; for Lars, beta1 is
+  // the momentum. Throws std::invalid_argument for an unknown kind or mode and step < 1.
   static OptimizerStep Make(int kind, double lr, double eps, double weight_decay, int weight_decay_mode,
                             double beta1, double beta2, std::int64_t step);
-  // The same step of clipped gradients; infinity: not clipped. Throws std::invalid_argument unless both are
-  // above 0.
+  // Returns the same step of clipped gradients; infinity does not clip. Throws std::invalid_argument unless
+  // both limits are above 0.
   OptimizerStep Clipped(double norm, double value) const;
-  // The same step, with weight decay of all rows.
+  // Returns the same step, with weight decay of all rows.
   OptimizerStep DecayingAll(double keep_missed) const;
   std::int64_t StateFloats(std::int64_t dim) const;
-  // Whether loops over columns are compiled for the usual dimensions. For all optimizers these would be
-  // megabytes of code.
+  // Returns whether loops over columns are compiled for the usual dimensions. For all optimizers such loops
+  // would be megabytes of code.
   bool IsUsual() const { return kind <= OptimizerKind::kAdam; }
 };
 
-// keep^(number - last - 1), by squaring, so that every compiler gives the same bits. 1 if no update was
-// missed, and for a number that is none before this one, as of a row from a training with more updates.
+// Returns keep^(number - last - 1), by squaring, so that every compiler gives the same bits. Returns 1 if no
+// update was missed, and if `last` is no earlier update, as for a row from a training with more updates.
 TIERSTORE_INLINE float KeepMissed(double keep, std::int64_t number, float last) {
   if (!(last >= 0.0f && last < static_cast<float>(number))) return 1.0f;
   double factor = 1.0;
@@ -96,7 +98,8 @@ TIERSTORE_INLINE float KeepMissed(double keep, std::int64_t number, float last) 
   return static_cast<float>(factor);
 }
 
-// body(g, w, column) for every vector of columns; g and w are loaded before and w is stored after it.
+// Calls body(g, w, column) for every vector of columns: g and w are loaded before the call, and w is stored
+// after the call.
 template <int W, typename Body>
 TIERSTORE_INLINE void ForWeights(std::int64_t dim, const float* g, float* w, const Body& body) {
   ForColumns<W>(dim, [&](auto block, std::int64_t first) __attribute__((always_inline)) {
@@ -121,7 +124,7 @@ TIERSTORE_INLINE void DecayMissed(const OptimizerStep& step, std::int64_t dim, f
   for (std::int64_t c = 0; c < dim; ++c) w[c] *= factor;
 }
 
-// NaN stays NaN.
+// Clips the gradient by value; NaN stays NaN.
 TIERSTORE_INLINE void ClipValues(const OptimizerStep& step, std::int64_t dim, float* g) {
   const float most = step.clip_value;
   if (most == std::numeric_limits<float>::infinity()) return;
@@ -147,12 +150,12 @@ TIERSTORE_INLINE void ClipNorm(const OptimizerStep& step, std::int64_t dim, floa
   for (std::int64_t c = 0; c < dim; ++c) g[c] *= factor;
 }
 
-// The quotient of two norms, 1 where one of them is 0.
+// Returns the quotient of two norms, 1 where one of them is 0.
 TIERSTORE_INLINE float NormRatio(float above, float below) {
   return above > 0.0f && below > 0.0f ? above / below : 1.0f;
 }
 
-// w = keep * w - rate * g.
+// Sets w = keep * w - rate * g.
 template <int W>
 TIERSTORE_INLINE void Descend(float keep, float rate, std::int64_t dim, const float* g, float* w) {
   ForWeights<W>(dim, g, w,
@@ -259,9 +262,9 @@ TIERSTORE_INLINE void StepOfAdam(const OptimizerStep& step, std::int64_t dim, co
                 });
 }
 
-// Applies `step` to a row: w[dim] and its state. Overwrites g. `mean_square`: of the whole row's gradient,
-// where the columns here are only some of the row's; null: the row is whole. It matters to RowWiseAdagrad
-// and PartialRowWiseAdam only. kUsual: step.IsUsual().
+// Applies `step` to a row: w[dim] and its state. Overwrites g. Where the columns here are only some of the
+// row's columns, `mean_square` is the mean square of the whole row's gradient; null means that the row is
+// whole. Only RowWiseAdagrad and PartialRowWiseAdam use the mean square. kUsual is step.IsUsual().
 template <int W, bool kUsual>
 TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w, float* state,
                                 const float* mean_square) {

@@ -1,5 +1,5 @@
-// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-// (SC'11): four 32-bit outputs as a pure function of a 128-bit counter and a 64-bit key.
+// Philox4x32-10 is the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2,
+// 3" (SC'11): four 32-bit outputs are a pure function of a 128-bit counter and a 64-bit key.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace tierstore {
 
-// out[j][i] = word j of counter (c0, c1, first_block + i, c3) under `key`, i < N. The N generators run in the
-// lanes of vectors.
+// Sets out[j][i] to word j of counter (c0, c1, first_block + i, c3) under `key`, i < N. The N generators run
+// in the lanes of vectors.
 template <int N>
 TIERSTORE_INLINE void Philox(std::uint32_t c0, std::uint32_t c1, std::uint32_t first_block, std::uint64_t key,
                              std::uint32_t (&out)[4][N], std::uint32_t c3 = 0) {

@@ -17,7 +17,8 @@ namespace {
 constexpr int kLanes = 16;
 constexpr std::int64_t kPieceBytes = 64 << 10;
 
-// A hash of the row's bits that any changed column changes, with the same lanes on every instruction set.
+// Returns a hash of the row's bits, which any changed column changes; the lanes are the same on every
+// instruction set.
 TIERSTORE_INLINE std::uint32_t HashRow(const float* row, std::int64_t floats) {
   constexpr std::uint32_t kOdd1 = 0x9E3779B1, kOdd2 = 0x85EBCA77, kOdd3 = 0xC2B2AE3D;
   std::uint32_t lanes[kLanes];
@@ -216,7 +217,7 @@ std::int64_t EncodeRows(Rows rows, const std::int32_t* slots, const std::uint64_
                         const RowFormat& format, const TableSeeds& tables, std::uint8_t* to) {
   constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
   std::atomic<std::int64_t> lost{kNone};
-  // Any thread may be the one that moves a row.
+  // Any thread may move a row, whatever the thread's mode is.
   const ScopedFloatMode mode(DefaultFloatMode());
   RunKernel<EncodeKernel>({rows, slots, keys, n, &format, tables, to, &lost}, 0, n, Grain(rows.row_bytes));
   return lost == kNone ? -1 : lost.load();

@@ -1,4 +1,4 @@
-// Runs of numbers in 16 bits: conversions to and from float32, and the random bits of stochastic rounding.
+// Converts runs of numbers from and to 16 bits, and draws the random bits of stochastic rounding.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace tierstore {
 
-// The 16 random bits of each column of one row: halves of the words of Philox4x32-10 with the key `seed` and
-// the counter (id mod 2^32, id >> 32, column div 8, last).
+// Dice draws the 16 random bits of each column of one row: halves of the words of Philox4x32-10 with the key
+// `seed` and the counter (id mod 2^32, id >> 32, column div 8, last).
 struct Dice {
   std::uint64_t id = 0;
   std::uint64_t seed = 0;
@@ -34,7 +34,7 @@ struct Dice {
   }
 
  private:
-  // `column`: a multiple of 8.
+  // `column` is a multiple of 8.
   template <int kColumns>
   TIERSTORE_INLINE void ThrowEights(std::int64_t column, std::uint32_t (&out)[kColumns]) const {
     constexpr int kCounters = kColumns / 8;
@@ -51,7 +51,7 @@ struct Dice {
 };
 
 // Calls body(N, first, count, values, dice) for `count` of `floats` numbers from `first` on, N (a constant)
-// of them at a time; the dice are those of the columns from `column` on. Behind the end values are 0.
+// at a time; `column` is the column of the first number. Behind the end values are 0.
 template <bool kStochastic, typename Body>
 TIERSTORE_INLINE void ForChunks(const float* from, std::int64_t floats, std::int64_t column, const Dice& dice,
                                 const Body& body) {
@@ -107,7 +107,7 @@ TIERSTORE_INLINE void FromShort(const std::uint8_t* from, std::int64_t floats, f
   for (; c < floats; ++c) to[c] = LoadShorts<1, Short>(from + 2 * c);
 }
 
-// A buffer of this thread, valid until its next call.
+// Returns a buffer of this thread, which is valid until the thread calls Scratch again.
 inline float* Scratch(std::int64_t floats) {
   thread_local std::vector<float> buffer;
   if (static_cast<std::int64_t>(buffer.size()) < floats) buffer.resize(static_cast<std::size_t>(floats));

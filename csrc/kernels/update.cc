@@ -65,10 +65,10 @@ void CheckTouched(const Touched& t, std::int64_t num_positions) {
   for (std::int64_t k = 0; k < t.csr_start[t.num_slots]; ++k) {
     inside &= t.csr_positions[k] >= 0 && t.csr_positions[k] < num_positions;
   }
-  if (!inside) throw std::invalid_argument("csr_positions has an entry outside of the positions");
+  if (!inside) throw std::invalid_argument("csr_positions has an entry that is no position of the batch");
 }
 
-// Which positions of a batch are in csr_positions; empty when all are.
+// Returns which positions of a batch are in csr_positions; empty when all are.
 std::vector<std::uint8_t> UsedPositions(const Touched& t, std::int64_t num_positions) {
   if (t.csr_start[t.num_slots] == num_positions) return {};
   std::vector<std::uint8_t> used(num_positions, 0);
@@ -87,7 +87,7 @@ std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads
   const bool has_max = std::find(bags.poolings, bags.poolings + bags.num_features, Pooling::kMax) !=
                        bags.poolings + bags.num_features;
   if (has_max && grads.argmax == nullptr)
-    throw std::invalid_argument("max pooling needs the forward's argmax");
+    throw std::invalid_argument("max pooling needs the argmax of the forward pass");
 
   const std::vector<std::uint8_t> used = UsedPositions(touched, n);
   const std::unique_ptr<std::int32_t[]> bag_of(new std::int32_t[n]);

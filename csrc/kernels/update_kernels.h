@@ -1,5 +1,5 @@
-// Kernels of updates, by the type of the rows' weights and the source of the gradients. Each type is compiled
-// in a file of its own, because one compiler would take minutes for all.
+// Defines the kernels of updates, by the type of the rows' weights and the source of the gradients. Each type
+// is compiled in a file of its own, because one compiler would take minutes for all types.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace tierstore::update {
 
 inline constexpr std::int64_t kPrefetchPositions = 12;
 
-// A position's share of the gradient: scale * grad, or where argmax is p if argmax is set.
+// A position's share of the gradient is scale * grad; if argmax is set, only in columns whose argmax is p.
 struct Share {
   const float* grad;
   const std::int32_t* argmax;
@@ -44,7 +44,7 @@ struct BagSource {
   }
 };
 
-// g = sum of the shares of `count` positions, in order.
+// Sets g to the sum of the shares of `count` positions, in order.
 template <int W, typename Source>
 TIERSTORE_INLINE void Reduce(const Source& source, const std::int32_t* positions, std::int64_t count,
                              const std::int32_t* positions_end, std::int64_t dim, float* g) {
@@ -73,7 +73,7 @@ TIERSTORE_INLINE void Reduce(const Source& source, const std::int32_t* positions
   });
 }
 
-// `floats`: bytes of the row that are used, over 4.
+// `floats` is a quarter of the row's used bytes.
 TIERSTORE_INLINE void PrefetchRow(const std::uint8_t* row, std::int64_t floats) {
   ForColumns<16>(floats, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
     using B = decltype(block);
@@ -92,7 +92,7 @@ TIERSTORE_INLINE bool AllFinite(const float* g, std::int64_t dim) {
   return bad == 0;
 }
 
-// Unique rows that were not updated, collected from all threads.
+// Rejected collects the unique rows that were not updated, from all threads.
 class Rejected {
  public:
   void Add(std::int64_t u) {
@@ -118,7 +118,7 @@ struct Common {
 
   std::int64_t Count(std::int64_t u) const { return touched.csr_start[u + 1] - touched.csr_start[u]; }
 
-  // `room`: for the row's weights as float32.
+  // `room` is for the row's weights as float32.
   template <int W, bool kUsual, typename Weights>
   TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g, float* room) const {
     std::uint8_t* row = touched.rows.At(touched.slots[u]);
@@ -186,7 +186,7 @@ struct ColdRowsKernel {
   }
 };
 
-// A row with more positions: its partial sums are partials[first_piece ...], one row of `dim` floats each.
+// A HotRow has more positions. Its partial sums are partials[first_piece ...], each of `dim` floats.
 struct HotRow {
   std::int64_t u;
   std::int64_t first_piece;

@@ -1,4 +1,4 @@
-// Vectors of W floats that every instruction set rounds alike, and loops over the columns of a row.
+// Defines vectors of W floats that every instruction set rounds alike, and loops over the columns of a row.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 #include "kernels/isa.h"
 
-// Vectors wider than the baseline's registers only ever live inside one inlined function.
+// Vectors wider than the baseline's registers live only inside one inlined function.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace tierstore {
@@ -34,7 +34,7 @@ TIERSTORE_INLINE void Store(void* to, const T& vector) {
   std::memcpy(to, &vector, sizeof(T));
 }
 
-// N vectors of W columns each, kept in registers by the callee of ForColumns.
+// A Block is N vectors of W columns each, which the callee of ForColumns keeps in registers.
 template <int W, int N>
 struct Block {
   static constexpr int kLanes = W;
@@ -114,7 +114,7 @@ TIERSTORE_INLINE float CombineLanes(const typename VecTypes<W>::Float (&sums)[kS
   return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
-// Sum over columns of x[c] * y[c].
+// Returns the sum over columns of x[c] * y[c].
 template <int W>
 TIERSTORE_INLINE float Dot(const float* x, const float* y, std::int64_t dim) {
   constexpr int kVectors = kSumLanes / W;
@@ -141,8 +141,8 @@ TIERSTORE_INLINE float Dot(const float* x, const float* y, std::int64_t dim) {
 
 inline constexpr std::int64_t kCacheLine = 64;
 
-// How many items of `bytes` bytes to prefetch ahead: enough to hide the latency of memory, few enough to stay
-// in the first-level cache until they are used.
+// Returns how many items of `bytes` bytes to prefetch ahead: enough to hide the latency of memory, and few
+// enough to stay in the first-level cache until they are used.
 inline std::int64_t PrefetchAhead(std::int64_t bytes) {
   constexpr std::int64_t kBytesAhead = 10 << 10;
   return std::clamp<std::int64_t>(kBytesAhead / bytes, 2, 32);

@@ -1,5 +1,5 @@
-// The types that the weights of rows have in a memory tier that kernels work on, as template arguments of
-// kernels. Kernels compute in float32.
+// Defines the types of weights in a memory tier that kernels work on, as template arguments of kernels.
+// Kernels compute in float32.
 #pragma once
 
 #include "kernels/short_rows.h"
@@ -11,14 +11,14 @@ struct FloatWeights {
   static constexpr WeightType kType = WeightType::kFloat32;
   static constexpr std::int64_t kBytes = 4;
 
-  // W weights of a row.
+  // Loads W weights of a row.
   template <int W>
   TIERSTORE_INLINE static typename VecTypes<W>::Float LoadVector(const std::uint8_t* from) {
     typename VecTypes<W>::Float vector;
     Load(vector, from);
     return vector;
   }
-  // The weights of a row as float32: in place, or in `room` for `dim` floats.
+  // Returns the weights of a row as float32: in place, or in `room` for `dim` floats.
   template <int W>
   TIERSTORE_INLINE static float* Widen(std::uint8_t* row, std::int64_t, float*) {
     return reinterpret_cast<float*>(row);

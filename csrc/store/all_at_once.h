@@ -1,4 +1,4 @@
-// Calls that wait for different devices, made at once.
+// Makes calls at once that wait for different devices.
 #pragma once
 
 #include <cstddef>

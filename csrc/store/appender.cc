@@ -70,7 +70,8 @@ SegmentPtr Appender::NewSegment(Lock& lock, RowClass& row_class, Stream stream) 
   if (!relocated) WaitForSpace(lock, row_class, bytes);
   if (row_class.FreeOrdinals() == 0) space_.ThrowNoOrdinal(row_class);
   auto segment = std::make_shared<Segment>();
-  segment->number = segments_.TakeNumber();  // used up even if the file cannot be made: it may be there then
+  // The number is used up even if the file cannot be made, since the file may be there then.
+  segment->number = segments_.TakeNumber();
   segment->relocated = relocated;
   segment->stream = stream;
   segment->row_class = &row_class;
@@ -101,8 +102,8 @@ void Appender::QueueHeader(const SegmentPtr& segment) {
   queue_.Close(segment, header);
 }
 
-// A chunk for the segment's next slot; nullptr when there is no room in it, or the segment is no longer the
-// active one after the wait.
+// Returns a chunk for the segment's next slot. Returns nullptr when the chunk has no room, or when another
+// segment is active after the wait.
 std::shared_ptr<Chunk> Appender::NewChunk(Lock& lock, const SegmentPtr& segment) {
   RowClass& row_class = *segment->row_class;
   const Geometry& geometry = row_class.geometry;
@@ -110,7 +111,7 @@ std::shared_ptr<Chunk> Appender::NewChunk(Lock& lock, const SegmentPtr& segment)
   auto chunk = queue_.NewChunk(lock, geometry.Offset(first), row_class.chunk_bytes,
                                /*background=*/segment->relocated);
   if (row_class.active[segment->stream] != segment) return nullptr;
-  // The buffer may have served before; records overwrite all of it but the ends of the frames.
+  // The buffer may have served before. Records overwrite the whole buffer but for the ends of the frames.
   const std::size_t used = std::size_t{geometry.records_per_frame} * geometry.record_bytes;
   for (std::size_t at = 0; at < row_class.chunk_bytes; at += geometry.frame_bytes) {
     std::memset(chunk->buffer.data() + at + used, 0, geometry.frame_bytes - used);
@@ -119,7 +120,7 @@ std::shared_ptr<Chunk> Appender::NewChunk(Lock& lock, const SegmentPtr& segment)
   return segment->slots == first || ResumeIn(segment, chunk) ? chunk : nullptr;
 }
 
-// Appending resumes where a commit ended, within the chunk. False when that leaves no room in it.
+// Resumes appending where a commit ended, within the chunk. Returns false when the chunk has no room there.
 bool Appender::ResumeIn(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk) {
   const RowClass& row_class = *segment->row_class;
   chunk->begin = chunk->filled = chunk->queued = chunk->written =
@@ -159,7 +160,7 @@ void Appender::Flush(const SegmentPtr& held) {
   const RowClass& row_class = *segment->row_class;
   segment->durable_slots = segment->slots;
   const std::shared_ptr<Chunk> chunk = segment->OpenChunk();
-  if (chunk == nullptr) {  // the last record filled its chunk, which was queued whole: it ends with a block
+  if (chunk == nullptr) {  // the last record filled its chunk, which was queued whole and ends with a block
     segment->flushed_slots = segment->slots;
     return;
   }
@@ -174,7 +175,7 @@ void Appender::Flush(const SegmentPtr& held) {
   }
 }
 
-// The segment is full: queues its last chunk and its footer.
+// Ends a full segment: queues its last chunk and its footer.
 void Appender::Seal(const SegmentPtr& held) {
   const SegmentPtr segment = held;  // `held` may be the active pointer, which is cleared
   RowClass& row_class = *segment->row_class;
@@ -200,7 +201,7 @@ void Appender::Seal(const SegmentPtr& held) {
   control_.Wake();
 }
 
-// Waits for space under the cap and for locations, and for compaction where it has fallen behind.
+// Waits for space under the cap and for locations, and for compaction if compaction has fallen behind.
 void Appender::WaitForSpace(Lock& lock, const RowClass& row_class, std::uint64_t bytes) {
   const auto has_room = [&] { return space_.Fits(bytes) && row_class.HasOrdinalForCallers(); };
   const auto may_go_on = [&] { return has_room() && !space_.TakeSurvey().Lags(); };

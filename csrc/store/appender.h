@@ -19,7 +19,7 @@
 
 namespace tierstore {
 
-// Room for records.
+// A Span is room for records.
 struct Span {
   Segment* segment;
   Chunk* chunk;

@@ -1,4 +1,4 @@
-// Little-endian encoding of the store's metadata, and decoding that never reads past the end.
+// Encodes the store's metadata in little-endian order, and decodes it without reading past the end.
 #pragma once
 
 #include <bit>
@@ -36,7 +36,7 @@ class Encoder {
     out_.resize(size);
     return *this;
   }
-  // Length, then bytes.
+  // Puts the length, then the bytes.
   Encoder& String(const std::string& text) {
     return Put(static_cast<std::uint32_t>(text.size())).Raw(text.data(), text.size());
   }
@@ -69,7 +69,8 @@ class Decoder {
     const std::byte* data = Take(size);
     return {reinterpret_cast<const char*>(data), size};
   }
-  // A number of elements of at least `element_bytes` each, so that no allocation exceeds the input.
+  // Gets a number of elements of at least `element_bytes` each. Fails when the input is too short for them,
+  // so that no allocation exceeds the input.
   std::uint32_t Count(std::size_t element_bytes) {
     const auto count = Get<std::uint32_t>();
     if (count > (in_.size() - at_) / element_bytes) Fail("ends within its data");

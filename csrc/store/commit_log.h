@@ -1,7 +1,7 @@
 // The commits that a store keeps, and the place in its history that it stands at.
 //
-// Recovery fills this, the Committer changes it, the other parts only read it. Guarded by the store's mutex
-// (store/store_mutex.h).
+// Recovery fills the log, the Committer changes the log, and the other parts only read it. Guarded by the
+// store's mutex (store/store_mutex.h).
 #pragma once
 
 #include <algorithm>

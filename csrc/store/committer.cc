@@ -12,7 +12,8 @@
 namespace tierstore {
 namespace {
 
-// Of the largest manifest, what commits leave for renewals of the last one, which may name more segments.
+// Commits leave this fraction of the largest manifest for renewals of the last commit, which may name more
+// segments.
 constexpr std::uint64_t kRenewalShare = 16;
 
 std::int64_t Now() {
@@ -123,7 +124,8 @@ void Committer::BeginInterval() {
   }
   for (const auto& [number, segment] : state_.segments.by_number()) {
     segment->in_last_commit = false;
-    // What compaction copied while the commit was made is in it, too: it was the newest version all along.
+    // Rows that compaction copied while the commit was made are in the commit, too: they were the newest
+    // versions all along.
     segment->committed_slots = segment->relocated ? segment->slots : segment->durable_slots;
     segment->BeginInterval();
     state_.segments.DoomIfUnneeded(segment);
@@ -152,7 +154,7 @@ void Committer::FlushAll() {
   }
 }
 
-// The commits to keep once there is this one.
+// Returns the commits to keep once there is this commit.
 std::vector<CommitRecord> Committer::KeptWith(const CommitRecord& record) const {
   std::vector<CommitRecord> kept = state_.commits.kept;
   kept.push_back(record);
@@ -165,7 +167,7 @@ std::vector<CommitRecord> Committer::KeptWith(const CommitRecord& record) const 
   return kept;
 }
 
-// Segments that hold newest versions, with what of them is, or is queued to be, in the file.
+// Returns the segments that hold newest versions, with the slots that are in their files or are queued.
 std::vector<SegmentExtent> Committer::CaptureExtents() const {
   std::vector<SegmentExtent> extents;
   for (const auto& [number, segment] : state_.segments.by_number()) {
@@ -175,7 +177,7 @@ std::vector<SegmentExtent> Committer::CaptureExtents() const {
   return extents;
 }
 
-// The extents of the last commit now: segments that hold its rows, up to the first newer row.
+// Returns the extents of the last commit now: the segments that hold its rows, up to the first newer row.
 std::vector<SegmentExtent> Committer::ExtentsOfLastCommit() const {
   std::vector<SegmentExtent> extents;
   for (const auto& [number, segment] : state_.segments.by_number()) {
@@ -185,15 +187,17 @@ std::vector<SegmentExtent> Committer::ExtentsOfLastCommit() const {
   return extents;
 }
 
-// What the kernel could not write it may have dropped, and it will not report that again.
+// A sync that fails may not be repeated: the kernel may have dropped the bytes that it could not write, and
+// will not report them again.
 void Committer::Sync(Lock& lock, const std::vector<SegmentExtent>& extents) {
   const auto fail = [this](const std::exception& error) {
-    failure_ = std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
+    failure_ = std::string("an earlier sync failed (") + error.what() +
+               "), so the bytes that were to be synced may be lost";
   };
   try {
     state_.segments.Sync(lock, extents);
   } catch (const IoError& error) {
-    if (!error.IsOutOfDescriptors()) fail(error);  // or else nothing was synced yet
+    if (!error.IsOutOfDescriptors()) fail(error);  // without descriptors nothing was synced yet
     throw;
   } catch (const std::exception& error) {
     fail(error);
@@ -201,7 +205,7 @@ void Committer::Sync(Lock& lock, const std::vector<SegmentExtent>& extents) {
   }
 }
 
-// What is larger could be written, but not opened.
+// A larger manifest could be written, but not opened.
 void Committer::CheckManifest(const std::vector<CommitRecord>& commits, std::uint64_t limit) const {
   const std::uint64_t bytes =
       Manifest{context_.id, state_.commits.next_id, state_.segments.next_number(), commits}.EncodedBytes();
@@ -225,7 +229,7 @@ void Committer::SaveManifest(Lock& lock, std::vector<CommitRecord> commits) {
     begun = true;
     Manifest::Install(context_.env, context_.directory);
   } catch (const std::exception& error) {
-    if (begun) failure_ = std::string("the last one may or may not be in force (") + error.what() + ")";
+    if (begun) failure_ = std::string("the last commit may or may not be in force (") + error.what() + ")";
     throw;
   }
   state_.space.Overwritten(MetaFile::kManifest, bytes);

@@ -43,7 +43,8 @@ class Committer {
   // when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has to report;
   // there is no new commit then.
   std::uint64_t Commit(Lock& lock, std::string meta, std::string tag);
-  // Forgets a commit that is not the newest. Throws as Commit does, and InputError when it is not kept.
+  // Forgets a commit that is not the newest. Throws as Commit does, and InputError when the commit is not
+  // kept.
   void Drop(Lock& lock, std::uint64_t id);
 
   // Returns whether the last commit may be renewed: it is kept, and no other change is under way.

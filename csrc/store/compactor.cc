@@ -17,7 +17,7 @@ constexpr unsigned kMaxFailedReads = 3;  // of a segment, until it is taken for 
 
 }  // namespace
 
-// The slots from `first` to `last` of a victim, whose bytes `data` holds.
+// A Batch is the slots from `first` to `last` of a victim; `data` holds their bytes.
 struct Compactor::Batch {
   const Victim& chosen;
   const std::byte* data;
@@ -47,11 +47,11 @@ void Compactor::Run() {
   }
 }
 
-// False when there is nothing to win.
+// Returns false when there is nothing to win.
 bool Compactor::CompactOnce(Lock& lock) {
   const Survey survey = state_.space.TakeSurvey();
   const Victim victim = victims_.Pick(survey);
-  if (survey.released > 0 && victims_.IsShort(survey) && committer_.CanRenew() && gained_bytes_ > 0 &&
+  if (survey.released > 0 && victims_.IsShort(survey) && committer_.CanRenew() && gain_.bytes() > 0 &&
       (victim.segment == nullptr || VictimPicker::IsEnough(survey))) {
     RenewCommit(lock);
     return true;
@@ -62,16 +62,16 @@ bool Compactor::CompactOnce(Lock& lock) {
 }
 
 void Compactor::RenewCommit(Lock& lock) {
-  // What is left unfilled so that a block ends there must be won first next time, or renewing and compacting
-  // could go on for ever.
-  gained_bytes_ = -static_cast<std::int64_t>(kBlockBytes);
+  // Bytes that stay unfilled so that a block ends there must be won first next time, or renewing and
+  // compacting could go on for ever.
+  gain_.Reset(-static_cast<std::int64_t>(kBlockBytes));
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
     for (const Stream stream : {kOfCommit, kSinceCommit}) {
       const SegmentPtr segment = row_class->active[stream];
       if (segment == nullptr) continue;
       const std::uint32_t slots = segment->slots;
       appender_.Flush(segment);
-      gained_bytes_ -= static_cast<std::int64_t>(segment->BytesOfCopies(segment->slots - slots));
+      gain_.Subtract(segment->BytesOfCopies(segment->slots - slots));
     }
   }
   committer_.Renew(lock);
@@ -81,9 +81,9 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   Segment& segment = *victim.segment;
   const RowClass& row_class = *segment.row_class;
   const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
-  CountGain(victim);
+  gain_.Count(victim, state_.segments.by_number());
   AlignedBuffer buffer(row_class.chunk_bytes);
-  // What seems damaged is read once more: it may have been so on the way only.
+  // Records that seem damaged are read once more: their bytes may have changed only on the way.
   for (int pass = 0; pass < 2 && victim.Left() > 0; ++pass) {
     for (std::uint32_t first = 0; first < slots && victim.Left() > 0 && !control_.stopped(); first += step) {
       const std::uint32_t last = std::min(slots, first + step);
@@ -96,29 +96,13 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   segment.damaged = true;
   throw CorruptError(
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
-      " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
-      "verify` names the damaged rows and says what to do");
+      " damaged rows (checksum or key mismatch) and left these rows there; all other rows were copied. "
+      "`tierstore verify` names the damaged rows and says what to do");
 }
 
-// A segment that still has rows which the last commit needs stays, so its bytes are won only when these rows
-// are copied, too. What the first copies take is counted then: or one segment, copied in two parts, would be
-// won twice, and renewing the commit and compacting could go on for ever.
-void Compactor::CountGain(const Victim& victim) {
-  const Segment& segment = *victim.segment;
-  if (!victim.with_kept && segment.kept > 0) {
-    const auto& segments = state_.segments.by_number();
-    if (copied_bytes_.size() > 2 * segments.size() + 16)
-      std::erase_if(copied_bytes_, [&](const auto& entry) { return !segments.contains(entry.first); });
-    copied_bytes_[segment.number] += static_cast<std::int64_t>(segment.BytesOfCopies(victim.Left()));
-    return;
-  }
-  gained_bytes_ += Gain(segment, victim.Left());
-  if (const auto copied = copied_bytes_.extract(segment.number); !copied.empty())
-    gained_bytes_ -= copied.mapped();
-}
-
-// Reads slots first to last. Only what the device says of these very bytes counts against the segment:
-// memory, descriptors or space may be short for a moment, and errors of the target are none of it.
+// Reads slots first to last. Only errors of the device for these very bytes count against the segment:
+// memory, descriptors or space may be short for a moment, and the target's errors do not concern this
+// segment.
 void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last,
                            std::byte* data) {
   const Geometry& geometry = victim.row_class->geometry;
@@ -139,7 +123,8 @@ void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std
                      ", within its rows");
 }
 
-// Looks up to kSlotsPerBatch slots up together, since most of the time of one goes by waiting for memory.
+// Looks up to kSlotsPerBatch slots up together, since most of the time of one look-up goes by waiting for
+// memory.
 void Compactor::FindNewest(const Batch& batch, std::span<const std::uint32_t> slots, bool* newest) const {
   const Segment& victim = batch.victim();
   const RowClass& row_class = *victim.row_class;
@@ -161,7 +146,7 @@ bool Compactor::IsNeeded(const Batch& batch, std::uint32_t slot) const {
   return newest || IsKept(batch, slot);
 }
 
-// Slots of the batch that are needed, and intact.
+// Returns the slots of the batch that are needed and intact.
 std::vector<std::uint32_t> Compactor::FindNeeded(Lock& lock, const Batch& batch) {
   const Segment& victim = batch.victim();
   std::uint32_t some[kSlotsPerBatch];

@@ -1,6 +1,6 @@
-// The compactor: a thread that copies needed rows out of segments that hold few of them, so that the segments
-// can go, and that removes segments that nothing needs. When space is short it serves the call that waits;
-// otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
+// The compactor is a thread that copies needed rows out of segments that hold few of them, so that the
+// segments can go, and that removes segments that nothing needs. When space is short the compactor serves the
+// call that waits; otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
 //
 // A copy changes nothing that a caller sees: Read gives the same bytes before and after. A row that is
 // damaged is not copied: its segment stays and is left alone from then on. The write queue gets the error,
@@ -14,12 +14,12 @@
 #include <cstdint>
 #include <span>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "store/appender.h"
 #include "store/committer.h"
 #include "store/compactor_control.h"
+#include "store/gain.h"
 #include "store/state.h"
 #include "store/victims.h"
 
@@ -54,7 +54,6 @@ class Compactor {
   bool CompactOnce(Lock& lock);
   void RenewCommit(Lock& lock);
   void CompactSegment(Lock& lock, const Victim& victim);
-  void CountGain(const Victim& victim);
   void ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last, std::byte* data);
   void FindNewest(const Batch& batch, std::span<const std::uint32_t> slots, bool* newest) const;
   bool IsKept(const Batch& batch, std::uint32_t slot) const;
@@ -70,8 +69,7 @@ class Compactor {
   WriteQueue& queue_;
   CompactorControl& control_;
   const VictimPicker victims_;
-  std::int64_t gained_bytes_ = 0;                                 // by compaction since the last renewal
-  std::unordered_map<std::uint32_t, std::int64_t> copied_bytes_;  // by segment that has stayed so far
+  GainCount gain_;
   std::uint64_t relocated_rows_ = 0;
   std::thread thread_;
 };

@@ -6,7 +6,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
-constexpr std::uint64_t kSegments = 128;  // that make up the cap, or what is in use
+constexpr std::uint64_t kSegments = 128;  // so many segments make up the cap, or the bytes in use
 
 }  // namespace
 

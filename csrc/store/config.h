@@ -1,4 +1,4 @@
-// Options with which a store is opened.
+// Declares the options with which a store is opened.
 #pragma once
 
 #include <cstddef>

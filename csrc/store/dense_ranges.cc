@@ -9,7 +9,7 @@
 namespace tierstore {
 namespace {
 
-// The word that holds an array's position, which begins within the array and ends there.
+// The word that holds a position of an array; the word lies within the array.
 struct Word {
   std::size_t byte;
   unsigned shift;
@@ -24,7 +24,7 @@ constexpr std::uint64_t Mask(unsigned bits) { return (std::uint64_t{1} << bits) 
 
 unsigned BitsFor(Location most) { return static_cast<unsigned>(std::bit_width(most + 2)); }
 
-// Of the locations that bits can tell, so many eighths are used when ranges get another bit ahead.
+// Ranges get another bit ahead when so many eighths of the locations that their bits can tell are used.
 constexpr Location kEighthsUsed = 7;
 constexpr std::size_t kRanksAtOnce = 64;  // that WidenAhead looks at
 
@@ -85,7 +85,7 @@ void DenseRanges::Add(std::uint64_t number, Location most) {
   ranks_[at] = static_cast<std::uint32_t>(ranges_.size());
 }
 
-// An array of zeros. The mapping may move, and with it the ranges that lie in it.
+// Takes a place for an array of zeros. The mapping may move, and with it the ranges that lie there.
 std::uint32_t DenseRanges::TakePlace(unsigned bits) {
   Pool& pool = pools_[bits];
   if (!pool.free.empty()) {

@@ -19,9 +19,9 @@ namespace tierstore {
 
 class DenseRanges {
  public:
-  // Ids of a range: 2^range_bits. With fewer than 2^6, ranges would share words.
+  // A range has 2^range_bits ids. With fewer than 2^6, ranges would share words.
   static constexpr unsigned kRangeBits = 16, kLeastRangeBits = 6;
-  // Bits of a location, plus one, so that 0 says that an id is absent. All ones is no location either.
+  // An array has locations plus one, so that 0 says that an id is absent. All ones is no location either.
   static constexpr unsigned kMostBits = TableIndex::kLocationBits;
 
   explicit DenseRanges(unsigned range_bits) : range_bits_(range_bits) {}
@@ -80,7 +80,7 @@ class DenseRanges {
   static Location At(const std::byte* array, unsigned range_bits, unsigned bits, std::size_t position);
   static void SetAt(std::byte* array, unsigned range_bits, unsigned bits, std::size_t position,
                     Location location);
-  // Returns what At gives where all bits are set. No location in arrays of so many bits has this value.
+  // Returns the value that At gives where all bits are set. No location in an array of `bits` has this value.
   static Location NoLocation(unsigned bits) { return (Location{1} << bits) - 2; }
 
   unsigned range_bits() const { return range_bits_; }
@@ -98,7 +98,7 @@ class DenseRanges {
   struct Pool {
     IndexMemory memory;
     std::vector<std::uint32_t> free;  // places
-    std::uint32_t places = 0;         // with the free ones
+    std::uint32_t places = 0;         // free places included
   };
   static constexpr std::uint32_t kNone = ~std::uint32_t{0};
   static constexpr unsigned kLeastBits = 8;

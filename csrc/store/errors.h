@@ -1,11 +1,12 @@
-// The row store's errors besides IoError. The bindings turn each into its class of tierstore/errors.py.
+// Declares the row store's errors besides IoError. The bindings turn each of them into its class of
+// tierstore/errors.py.
 #pragma once
 
 #include <stdexcept>
 
 namespace tierstore {
 
-// Damaged bytes; the message names file, offset and, where known, table and id.
+// Bytes are damaged. The message names file, offset and, where known, table and id.
 class CorruptError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -20,7 +21,7 @@ class ClosedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// An argument that the store cannot take; nothing was changed.
+// The store cannot take an argument. Nothing was changed.
 class InputError : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };

@@ -16,7 +16,7 @@ constexpr char kTrailerMagic[9] = "TSTFOOTR";
 constexpr unsigned kTableBits = 64 - kIdBits;
 constexpr unsigned kAgeBits = 32;
 
-// The bits of each part of a slot. A part takes as many as its largest value needs.
+// Widths has the bits of each part of a slot. A part takes as many bits as its largest value needs.
 struct Widths {
   std::uint8_t void_flag = 0, id = 0, table = 0, age = 0;
 
@@ -28,7 +28,7 @@ struct Widths {
   }
 };
 
-// How many segments ago the row was first written; 0 for a void.
+// Returns how many segments ago the row was first written; 0 for a void.
 std::uint32_t AgeOf(std::uint32_t epoch, std::uint32_t number) { return epoch == 0 ? 0 : number - epoch; }
 
 Widths WidthsOf(const Footer& footer, std::uint32_t number) {
@@ -41,8 +41,8 @@ Widths WidthsOf(const Footer& footer, std::uint32_t number) {
           width(ages)};
 }
 
-// Reads or writes numbers of at most 48 bits, one behind the other. Behind the last one there must be 8
-// bytes, as the trailer has them.
+// Reads or writes numbers of at most 48 bits, one behind the other. Behind the last number there must be 8
+// more bytes, which the trailer has.
 template <class Byte>
 class BitCursor {
  public:
@@ -137,7 +137,7 @@ struct Trailer {
     return version == 2 ? ArraysBytesOfVersion2(slots, voids, flags == kRelocatedFlag) : widths.Array(slots);
   }
   void AppendTo(Encoder& out) const;
-  // Nothing when it is not the trailer of this segment.
+  // Returns nothing when the bytes are not the trailer of this segment.
   static std::optional<Trailer> Decode(const std::byte* data, const SegmentHeader& header);
 };
 

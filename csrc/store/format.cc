@@ -59,7 +59,7 @@ Bytes SegmentHeader::Encode() const {
 
 SegmentHeader SegmentHeader::Decode(std::span<const std::byte> in, const std::string& path) {
   Decoder decoder(in, path);
-  if (std::memcmp(decoder.Take(8), kHeaderMagic, 8) != 0) decoder.Fail("is not a segment");
+  if (std::memcmp(decoder.Take(8), kHeaderMagic, 8) != 0) decoder.Fail("the file is not a segment");
   const auto version = decoder.Get<std::uint32_t>();
   SegmentHeader header;
   header.row_bytes = decoder.Get<std::uint32_t>();
@@ -72,10 +72,11 @@ SegmentHeader SegmentHeader::Decode(std::span<const std::byte> in, const std::st
   const std::uint32_t crc = Crc32c(in.data(), decoder.at());
   if (decoder.Get<std::uint32_t>() != crc) decoder.Fail("the segment header is damaged (checksum mismatch)");
   if (version != kFormatVersion) decoder.Fail(UnknownFormat(version));
-  if (header.row_bytes == 0 || header.row_bytes > kMaxRowBytes) decoder.Fail("impossible row size");
+  if (header.row_bytes == 0 || header.row_bytes > kMaxRowBytes)
+    decoder.Fail("the segment header has an impossible row size");
   const Geometry g = Geometry::For(header.row_bytes);
   if (g.record_bytes != record_bytes || g.frame_bytes != frame_bytes)
-    decoder.Fail("impossible record layout");
+    decoder.Fail("the segment header has an impossible record layout");
   return header;
 }
 
@@ -83,7 +84,7 @@ std::uint32_t RecordCrcPrefix(const StoreId& store, std::uint32_t segment) {
   return Crc32cExtend(Crc32cExtend(kCrc32cInit, store.data(), store.size()), &segment, sizeof segment);
 }
 
-// The checksum is computed over the record with its slot number where the checksum goes.
+// The checksum is computed over the record with its slot number in the checksum's place.
 void SealRecords(std::byte* const records[], const std::uint64_t keys[], const std::uint32_t epochs[],
                  std::uint32_t first_slot, std::size_t n, const Geometry& geometry,
                  std::uint32_t crc_prefix) {

@@ -1,5 +1,5 @@
-// Segment files: geometry, header, records. store/footer.h has the footer. docs/reference/formats.md
-// specifies every byte.
+// Describes segment files: geometry, header, records. store/footer.h has the footer.
+// docs/reference/formats.md specifies every byte.
 #pragma once
 
 #include <array>

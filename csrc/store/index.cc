@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::uint64_t kMul1 = 0xd9e4a5c3b12fULL, kMul2 = 0x9c3f27e1ad5bULL;
 
-// Inverse of an odd number modulo 2^48, by Newton's iteration.
+// Returns the inverse of an odd number modulo 2^48, by Newton's iteration.
 constexpr std::uint64_t Inverse(std::uint64_t odd) {
   std::uint64_t x = odd;
   for (int i = 0; i < 6; ++i) x *= 2 - odd * x;
@@ -26,8 +26,8 @@ constexpr std::size_t kMovesPerInsert = 128;  // positions; growth ends after ca
 constexpr std::size_t kMovesAtOnce = 4096;
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kCacheLine = 64;
-// Positions from the home of an entry to the next empty one. At a load of 0.9 the share of longer runs is
-// about exp(-0.0054 · this) of all positions, so ids that are not chosen do not meet one.
+// A run goes from the home of an entry to the next empty position. At a load of 0.9 the share of longer runs
+// is about exp(-0.0054 · kLongestRun) of all positions, so ids that nobody chose do not meet such a run.
 constexpr std::int64_t kLongestRun = 1 << 13;
 
 }  // namespace
@@ -59,7 +59,8 @@ std::uint64_t TableIndex::Permutation::IdOf(std::uint64_t h) const {
 std::uint64_t TableIndex::Permute(std::uint64_t id) { return kCommon.Of(id); }
 std::uint64_t TableIndex::Unpermute(std::uint64_t h) { return kCommon.IdOf(h); }
 
-// From 2^26 rows on the upper 16 bits of h follow from the position, with room for a reach of some 500.
+// From 2^26 rows on the upper 16 bits of h follow from the position, with room for a reach of some 500
+// positions.
 #ifdef TIERSTORE_SMALL_INDEX  // the same changes, reached with fewer rows
 constexpr std::size_t kMany = 1 << 16, kMost = 1 << 17;
 const TableIndex::Layout TableIndex::kLayouts[2][3] = {
@@ -90,13 +91,13 @@ inline std::uint64_t TableIndex::StoredAt(Position p) const {
   return word & FormatAt(p).stored_mask;
 }
 
-// The one h with the stored bits whose home is at p or up to reach_ to the right of it.
+// Returns the only h with the stored bits whose home is at p or up to reach_ positions to the right of p.
 inline std::uint64_t TableIndex::HashAt(Position p) const {
   const std::uint64_t first = FirstHash(p - static_cast<Position>(slack_), p <= old_end_ ? old_step_ : step_);
   return first + ((StoredAt(p) - first) & FormatAt(p).stored_mask);
 }
 
-// The sign of HashAt(p) - h, where that is less than half of what the stored bits can tell.
+// Returns the sign of HashAt(p) - h, if the difference is less than half of what the stored bits can tell.
 inline std::int64_t TableIndex::Compare(Position p, std::uint64_t h, const Format& format) const {
   std::uint64_t word;
   std::memcpy(&word, At(p), sizeof word);
@@ -112,15 +113,15 @@ inline TableIndex::Position TableIndex::Home(std::uint64_t h) const {
   return h >= bound_ ? home : std::min(home, old_end_);
 }
 
-// The upper bits of h reversed, which is its own inverse: the order of List.
+// Reverses the upper bits of h, which gives the order of List. The function is its own inverse.
 std::uint64_t TableIndex::SwapStripe(std::uint64_t h) {
   std::uint64_t stripe = h >> kStripeShift, reversed = 0;
   for (int bit = kStripeShift; bit < 48; ++bit, stripe >>= 1) reversed = reversed << 1 | (stripe & 1);
   return reversed << kStripeShift | (h & kWithinStripe);
 }
 
-// Where h is, or where it would have to be: at an empty position, or one with a smaller h. Position 0 is
-// always empty, so the search ends.
+// Returns where h is or would have to be: at an empty position, or at a position with a smaller h. Position 0
+// is always empty, so the search ends.
 inline TableIndex::Position TableIndex::Seek(std::uint64_t h) const {
   Position p = Home(h);
   if (old_end_ < 0) [[likely]]
@@ -129,7 +130,7 @@ inline TableIndex::Position TableIndex::Seek(std::uint64_t h) const {
   return p > old_end_ ? p : SeekFrom(p, h, -1, old_format_);
 }
 
-// From p on to the left, while that is right of `end`, through entries of one format.
+// Seeks from p on to the left, while p is right of `end`, through entries of one format.
 inline TableIndex::Position TableIndex::SeekFrom(Position p, std::uint64_t h, Position end,
                                                  const Format& format) const {
   const std::uint64_t mask = format.stored_mask;
@@ -184,7 +185,7 @@ Location TableIndex::Put(std::uint64_t id, Location location) {
   return previous;
 }
 
-// Entries on the left that are away from their homes move back by one.
+// Moves entries on the left that are away from their homes back by one position.
 Location TableIndex::Erase(std::uint64_t id) {
   const std::uint64_t h = order_.Of(id);
   const Position p = Seek(h);
@@ -215,7 +216,7 @@ Location TableIndex::PutOrdered(std::uint64_t id, Location location, bool& crowd
   return kAbsent;
 }
 
-// Before an insertion; whether entries have moved.
+// Makes room before an insertion. Returns whether entries have moved.
 bool TableIndex::MakeRoom() {
   if (old_end_ >= 0) {
     debt_ += kMovesPerInsert;
@@ -232,8 +233,8 @@ bool TableIndex::MakeRoom() {
   return true;
 }
 
-// `place` is Seek(h), where h is not. Entries from there to the next empty position on the left, all smaller,
-// move left by one. Returns that position.
+// `place` is Seek(h), and h is not there. Moves the entries from there to the next empty position on the
+// left, all of which are smaller, left by one position. Returns the position that was empty.
 TableIndex::Position TableIndex::Insert(std::uint64_t h, Location location, Position place) {
   while (true) {
     Position empty = place;
@@ -261,8 +262,8 @@ TableIndex::Position TableIndex::Insert(std::uint64_t h, Location location, Posi
   }
 }
 
-// Whether all entries would be in reach of their homes if h came to `place`, and the others up to `empty` to
-// the left.
+// Returns whether all entries would be in reach of their homes if h came to `place`, and the entries from
+// there to `empty` moved left.
 bool TableIndex::StayInReach(std::uint64_t h, Position place, Position empty) const {
   if (ScaledHome(h) - empty <= reach_) return true;
   if (ScaledHome(h) - place > reach_) return false;
@@ -280,7 +281,7 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
   }
   for (; cursor <= kMask48; cursor = (cursor | kWithinStripe) + 1) {
     const std::uint64_t first = SwapStripe(cursor), last = first | kWithinStripe;
-    // All entries right of the first smaller one, seen from home, are not smaller.
+    // Seen from home, no entry right of the first smaller entry is smaller.
     Position p = Home(first);
     while (!IsEmpty(p) && HashAt(p) >= first) --p;
     for (const Position end = Home(last); p <= end; ++p) {
@@ -298,7 +299,7 @@ std::uint64_t TableIndex::ListPlace(const Permutation& order, std::uint64_t id) 
   return SwapStripe(order.Of(id));
 }
 
-// In the same order, without the way through stripes of which most are empty.
+// Lists in the same order, without the way through stripes of which most are empty.
 void TableIndex::ListFew(std::vector<std::uint64_t>& ids, std::vector<Location>* locations) const {
   std::vector<Entry> entries(count_);
   std::int64_t cursor = DumpBegin();
@@ -320,7 +321,7 @@ std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit
   return n;
 }
 
-// All entries with a smaller h lie to the left of where `bound` is or would have to be.
+// All entries with a smaller h lie to the left of the position where `bound` is or would have to be.
 std::size_t TableIndex::DumpBelow(std::uint64_t& bound, Entry* out, std::size_t limit) const {
   Position cursor = bound == kNoBound ? DumpBegin() : Seek(bound) + (Holds(Seek(bound), bound) ? 0 : 1);
   const std::size_t n = Dump(cursor, out, limit);
@@ -361,7 +362,7 @@ bool TableIndex::Append(const Entry* entries, std::size_t n) {
   return true;
 }
 
-// The entries come to where Append would put them, if no larger entries were spilled to there. Home(h) of the
+// Places the entries where Append would put them, if no larger entries were spilled there. Home(h) of the
 // last entry belongs to the next piece, whose entries may have the same home.
 bool TableIndex::Place(const Entry* entries, std::size_t n, std::vector<Entry>& spilled) {
   const Position floor = n == 0 ? 0 : Home(entries[n - 1].hash & kMask48);

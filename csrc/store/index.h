@@ -3,8 +3,8 @@
 //
 // The map is an array with open addressing, kept sorted by a permutation h of the id, so the id is recovered
 // from its entry. Hence there are no false hits, no reads to tell rows apart, and the keys can be listed. An
-// entry lies at home(h) = h·capacity/2^48 or, when that place is taken, to the left of it, after all entries
-// with smaller h.
+// entry lies at home(h) = h·capacity/2^48 or, when that place is taken, to the left of its home, after all
+// entries with smaller h.
 //
 // The position of an entry implies most of the upper bits of its h. A larger index therefore stores only 40
 // of the 48 bits, has more empty positions in the same memory, and grows in longer strides, which makes
@@ -16,9 +16,9 @@
 // copied once into entries that are a byte longer.
 //
 // Every index begins with the same permutation, so equal stores list their keys in the same order and save
-// equal snapshots. Ids that are chosen to crowd it make runs of neighbours that other ids never make. At such
-// a run the index is sorted anew, once, by a random permutation. From then on the index has an order of its
-// own and cannot be saved.
+// equal snapshots. Ids that are chosen to crowd the index make runs of neighbours that other ids never make.
+// At such a run the index is sorted anew, once, by a random permutation. From then on the index has an order
+// of its own and cannot be saved.
 //
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
 // smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
@@ -73,7 +73,7 @@ class TableIndex {
   // Fetches what Find or Put of the id will read into the processor's cache.
   void Prefetch(std::uint64_t id) const;
 
-  // A bijection of 48 bits.
+  // A Permutation is a bijection of 48 bits.
   struct Permutation {
     std::uint64_t flip, factors[2], inverses[2];
 
@@ -84,7 +84,7 @@ class TableIndex {
 
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
   // that were there at the start and stay are listed once, whatever is put meanwhile, while the index keeps
-  // its order. Then all ids with a smaller ListPlace than the cursor were listed, and no others. The list
+  // its order. Then all ids with a smaller ListPlace than the cursor were listed, and no other ids. The list
   // jumps about in h: a caller that puts the ids into another index, entry by entry, would otherwise fill it
   // from one end, where each entry pushes aside all entries before it.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
@@ -148,7 +148,7 @@ class TableIndex {
 
     Location MostLocation() const { return (Location{1} << 8 * location_bytes) - 3; }
   };
-  static const Layout kLayouts[2][3];  // for locations of 32 bits, and for longer ones
+  static const Layout kLayouts[2][3];  // for locations of 32 bits, and for longer locations
 
   // Where the bits of an entry are.
   struct Format {

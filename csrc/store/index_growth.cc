@@ -1,4 +1,4 @@
-// TableIndex: its memory and layouts, and how entries move when it grows.
+// Implements the memory and the layouts of TableIndex, and moves its entries when it grows.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -15,7 +15,7 @@ constexpr std::int64_t kBlock = 512;
 constexpr std::size_t kEntriesAtOnce = 4096;
 constexpr std::int64_t kAnyReach = std::int64_t{1} << 48;
 
-// 2^64 / capacity
+// Returns 2^64 / capacity.
 std::uint64_t StepOf(std::size_t capacity) {
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / capacity);
 }
@@ -30,7 +30,7 @@ const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
   return *layout;
 }
 
-// Of an index without entries.
+// Sets the layout of an index without entries.
 void TableIndex::SetLayout(const Layout& layout, std::size_t capacity) {
   layout_ = &layout;
   entry_bytes_ = layout.entry_bytes;
@@ -49,15 +49,15 @@ void TableIndex::Map(std::size_t slack, std::size_t capacity) {
   max_count_ = static_cast<std::size_t>(static_cast<double>(capacity) * layout_->max_load);
 }
 
-// Entries at p have homes from p to p + reach_, so what Compare meets differs by little more than that; it
-// must be less than half of what the stored bits can tell.
+// Entries at p have homes from p to p + reach_, so the hashes that Compare meets differ by little more than
+// that. The difference must be less than half of what the stored bits can tell.
 TableIndex::Position TableIndex::ReachOf(const Format& format, std::size_t capacity) {
   constexpr Position kMargin = 4;
   const Position half = static_cast<Position>(Scale((format.stored_mask + 1) / 2, capacity));
   return format.compare_shift == 0 ? kAnyReach : half - kMargin;
 }
 
-// Into a layout of equally long entries.
+// Begins to grow into a layout of equally long entries.
 void TableIndex::BeginGrowth(const Layout& layout) {
   const std::size_t old = capacity_;
   const std::uint64_t step = step_;
@@ -75,8 +75,8 @@ void TableIndex::BeginGrowth(const Layout& layout) {
   debt_ = 0;
 }
 
-// Entries from the right end of the old part on move to their home by the new capacity or, where that is
-// taken, to the left of what has moved.
+// Moves entries, from the right end of the old part on, to their homes by the new capacity or, where a home
+// is taken, to the left of the entries that have moved.
 void TableIndex::MoveSome(std::size_t positions) {
   const Position stop = std::max<Position>(old_end_ - static_cast<Position>(positions), -1);
   bool in_reach = true;
@@ -93,8 +93,9 @@ void TableIndex::MoveSome(std::size_t positions) {
   }
 }
 
-// Until old_end_ is `stop`, at most kBlock positions; or until an entry would lie too far from its home: then
-// false. Many positions are empty, at random, so there is no branch on that.
+// Moves entries until old_end_ is `stop`, which is at most kBlock positions away. Returns false where an
+// entry would lie too far from its home, and stops there. Positions are empty at random, so the code does not
+// branch on empty positions.
 bool TableIndex::MoveBlock(Position stop) {
   struct Moving {
     std::uint64_t stored;
@@ -102,7 +103,7 @@ bool TableIndex::MoveBlock(Position stop) {
     std::uint32_t at;   // positions from `stop` on
   };
   Moving moving[kBlock];
-  // Of members the compiler would have to assume that the array overlaps them.
+  // The compiler would have to assume that the array overlaps members, so these are copies.
   const Position entry_bytes = entry_bytes_, slack = static_cast<Position>(slack_), reach = reach_;
   const Format format = format_, old_format = old_format_;
   const std::uint64_t old_step = old_step_, mask = old_format.stored_mask, capacity = capacity_;
@@ -138,7 +139,7 @@ bool TableIndex::MoveBlock(Position stop) {
   return old_end_ == stop;
 }
 
-// Entries of the old part are in reach of their homes, so their h are below this; and whatever is sought
+// Entries of the old part are in reach of their homes, so their h are below the bound. An h that is sought
 // there must be near enough to be compared with them.
 void TableIndex::TightenBound() {
   if (old_reach_ == kAnyReach) return;
@@ -160,8 +161,8 @@ void TableIndex::GiveUpReach(std::size_t entries) {
   Rewrite(entries);
 }
 
-// Makes room in the entries for a location that is too long for some of them. Those that have not moved yet
-// may be all that are too short.
+// Makes room in the entries for a location that is too long for some of them. Perhaps only entries that have
+// not moved yet are too short.
 void TableIndex::Widen(Location location, std::size_t entries) {
   if (old_end_ >= 0) MoveSome(slack_ + capacity_);
   if (location <= most_location_) return;
@@ -169,7 +170,7 @@ void TableIndex::Widen(Location location, std::size_t entries) {
   Rewrite(entries);
 }
 
-// Copies all entries into a new array for this many entries, of the layout that suits.
+// Copies all entries into a new array for this many entries, in the layout for their number.
 void TableIndex::Rewrite(std::size_t entries) {
   TableIndex other = EmptyFor(entries);
   std::vector<Entry> some(kEntriesAtOnce);
@@ -182,7 +183,7 @@ bool TableIndex::IsSparse() const { return max_count_ > kSmall && count_ < max_c
 
 TableIndex TableIndex::Smaller() const { return EmptyFor(count_ + count_ / kLayouts[0][0].growth); }
 
-// An index for this many entries, which has none, with the order of this one.
+// Returns an empty index for this many entries, in the order of this index.
 TableIndex TableIndex::EmptyFor(std::size_t entries) const {
   TableIndex other;
   other.crowded_ = crowded_;
@@ -193,7 +194,7 @@ TableIndex TableIndex::EmptyFor(std::size_t entries) const {
   return other;
 }
 
-// Sorts all entries anew. Where memory is short the next entry that crowds tries again.
+// Sorts all entries anew. Where memory is short, the next entry that crowds the index tries again.
 void TableIndex::TakeOwnOrder() try {
   TableIndex other;
   other.wide_ = wide_;

@@ -23,8 +23,8 @@ IndexMemory::~IndexMemory() {
   if (data_ != nullptr && fork_count_ == ForkCount()) munmap(data_, reserved_bytes_);
 }
 
-// A large index gets address space to grow into, aligned, so that it keeps its huge pages when it does grow
-// or move: most of what a lookup costs is the walk to a page that is not in the TLB.
+// A large index gets aligned address space to grow into, so that the index keeps its huge pages when it grows
+// or moves: most of the cost of a lookup is the walk to a page that is not in the TLB.
 void IndexMemory::Extend(std::size_t bytes) {
   bytes = RoundUp(bytes, kPage);
   if (bytes <= bytes_) return;

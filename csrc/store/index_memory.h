@@ -1,5 +1,5 @@
-// The array of an index. The array is zeros at first, grows at its right end, and lies in huge pages once it
-// is large. A forked child does not get it.
+// Holds the array of an index. The array is zeros at first, grows at its right end, and lies in huge pages
+// once it is large. A forked child does not get the array.
 #pragma once
 
 #include <cstddef>

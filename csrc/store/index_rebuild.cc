@@ -29,8 +29,8 @@ void IndexRebuild::Run() {
   for (const SegmentPtr& ghost : ghosts_) ghost->row_class->RemoveSegment(*ghost);
 }
 
-// Fills the index as of the snapshot's commit; false when there is no snapshot that can serve, with the index
-// perhaps begun.
+// Fills the index as of the snapshot's commit. Returns false when no snapshot can serve; the index may have
+// some rows then.
 bool IndexRebuild::LoadSnapshot() try {
   const auto reader =
       SnapshotReader::Open(context_.env, context_.directory, context_.config.direct, context_.id);
@@ -46,13 +46,14 @@ bool IndexRebuild::LoadSnapshot() try {
   }
   return LoadTables(*reader);
 } catch (const InputError&) {
-  return false;  // it names tables that cannot be
+  return false;  // the snapshot names tables that cannot be
 } catch (const IoError&) {
   snapshots_.CountFailure();
   return false;
 }
 
-// The snapshot's segments of one row class, by its ordinals; where the commit lacks one, a ghost.
+// Gives the snapshot's segments of one row class, by the snapshot's ordinals; a segment that the commit lacks
+// becomes a ghost.
 bool IndexRebuild::MatchSegments(const SnapshotHeader::RowClass& saved, std::vector<SegmentPtr>& segments) {
   RowClass& row_class = state_.rows.ClassFor(saved.row_bytes);
   const auto& by_number = state_.segments.by_number();
@@ -93,7 +94,7 @@ bool IndexRebuild::LoadTables(const SnapshotReader& reader) {
 
 bool IndexRebuild::LoadTable(const SnapshotReader& reader, const SavedTable& saved) {
   RowIndex::Table& table = state_.rows.TableFor(saved.table.table, saved.table.row_bytes);
-  if (table.index.size() > 0) return false;  // it comes twice
+  if (table.index.size() > 0) return false;  // the table comes twice
   if (!LoadInParallel(reader, saved, table.index)) {
     table.index.hash() = TableIndex();
     if (!LoadInOrder(reader, saved, table.index)) return false;
@@ -102,7 +103,7 @@ bool IndexRebuild::LoadTable(const SnapshotReader& reader, const SavedTable& sav
                                   : LoadRangesInOrder(reader, saved, table.index);
 }
 
-// What a thread restores at once.
+// A Piece is the entries that a thread restores at once.
 struct IndexRebuild::Piece {
   explicit Piece(std::size_t segments) : live(segments) {}
 
@@ -119,7 +120,7 @@ struct IndexRebuild::Piece {
   }
 };
 
-// False also for ids that were chosen to crowd the index, which only LoadInOrder can take.
+// Returns false also for ids that were chosen to crowd the index, which only LoadInOrder can take.
 bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable& saved,
                                   TableLocations& index) {
   const RowClass& row_class = state_.rows.ClassFor(saved.table.row_bytes);
@@ -134,7 +135,7 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
   std::vector<std::unique_ptr<Piece>> pieces;  // that no thread uses now
   bool good = true;
   std::size_t placed_entries = 0;
-  std::mutex mutex;  // guards the five above
+  std::mutex mutex;  // guards the five variables above
   ParallelFor(0, groups, kGroupsPerPiece, [&](std::int64_t begin, std::int64_t end) {
     CheckCall();
     std::unique_ptr<Piece> piece;
@@ -190,7 +191,7 @@ bool IndexRebuild::LoadInOrder(const SnapshotReader& reader, const SavedTable& s
   return true;
 }
 
-// Into ranges of the same ids, which are made first: then each thread fills one.
+// Loads ranges into ranges of the same ids. All ranges are made first, and then each thread fills a range.
 bool IndexRebuild::LoadRanges(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index) {
   DenseRanges& dense = index.ranges();
   const auto& ranges = saved.table.ranges;
@@ -204,7 +205,7 @@ bool IndexRebuild::LoadRanges(const SnapshotReader& reader, const SavedTable& sa
   std::vector<std::unique_ptr<Piece>> pieces;  // that no thread uses now
   bool good = true;
   std::size_t filled = 0;
-  std::mutex mutex;  // guards the three above
+  std::mutex mutex;  // guards the three variables above
   ParallelFor(0, std::ssize(ranges), 1, [&](std::int64_t at, std::int64_t) {
     CheckCall();
     std::unique_ptr<Piece> piece;
@@ -237,7 +238,7 @@ bool IndexRebuild::LoadRanges(const SnapshotReader& reader, const SavedTable& sa
   return true;
 }
 
-// Into an index of another form.
+// Loads ranges into an index of another form.
 bool IndexRebuild::LoadRangesInOrder(const SnapshotReader& reader, const SavedTable& saved,
                                      TableLocations& index) {
   Piece piece(saved.segments.size());
@@ -272,7 +273,7 @@ void IndexRebuild::SavedTable::AddLive(const std::vector<std::uint32_t>& live) c
   }
 }
 
-// Back to an empty index, for a rebuild without the snapshot.
+// Goes back to an empty index, for a rebuild without the snapshot.
 void IndexRebuild::ForgetRows() {
   for (const SegmentPtr& ghost : ghosts_) {
     ghost->row_class->RemoveSegment(*ghost);

@@ -1,4 +1,4 @@
-// Fills the index when a store is opened: from a usable snapshot, if there is one, and from the footers (or
+// Fills the index when a store is opened: from a snapshot, if one can serve, and from the footers (or
 // records) of later rows.
 //
 // The store's mutex is held throughout, since no other thread uses the store yet.
@@ -27,7 +27,7 @@ class IndexRebuild {
   void Run();
 
  private:
-  // A table of the snapshot, and the meaning of its locations there.
+  // SavedTable is a table of the snapshot, with the meaning of its locations there.
   struct SavedTable {
     std::size_t number;  // in the header
     const SnapshotHeader::Table& table;

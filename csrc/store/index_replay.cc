@@ -17,7 +17,7 @@ constexpr std::size_t kKeysPerRun = 256;
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kParts = TableLocations::kParts;
 
-// Of two versions of a row the one with the higher age is newer.
+// Of two versions of a row the version with the higher age is newer.
 std::uint64_t AgeOf(const std::vector<ReplaySource>& sources, const RowClass& row_class, Location location) {
   const Segment& segment = *row_class.SegmentOf(location);
   const std::uint32_t slot = row_class.SlotOf(location);
@@ -29,7 +29,7 @@ std::uint64_t AgeOf(const std::vector<ReplaySource>& sources, const RowClass& ro
 
 }  // namespace
 
-// Segments of one row class that are replayed together.
+// A Batch is the segments of one row class that are replayed together.
 struct IndexReplay::Batch {
   RowClass& row_class;
   std::vector<ReplaySource>& sources;
@@ -41,7 +41,7 @@ struct IndexReplay::Batch {
   std::vector<std::uint8_t> done;                        // by number: the index has the newer version
 };
 
-// What one thread at a time has counted.
+// A Tally has the counts of one thread at a time.
 struct IndexReplay::Tally {
   std::vector<std::int32_t> live;               // by ordinal
   std::map<std::uint32_t, std::size_t> filled;  // places of dense ranges, by table
@@ -134,7 +134,7 @@ void IndexReplay::ReplaceInParallel(Batch& batch) {
     if (table != nullptr && table->row_class == &batch.row_class) table->index.Fit(most);
   }
   std::vector<std::unique_ptr<Tally>> tallies;  // that no thread uses now
-  std::mutex mutex;                             // guards them
+  std::mutex mutex;                             // guards `tallies`
   for (const std::size_t half : {std::size_t{0}, kParts / 2}) {
     ParallelFor(0, kParts / 2, 1, [&](std::int64_t at, std::int64_t) {
       CheckCall();
@@ -170,7 +170,7 @@ void IndexReplay::ReplaceInParallel(Batch& batch) {
   }
 }
 
-// Leaves what the hash index lacks, or has no room for, to PutRest.
+// Leaves keys that the hash index lacks, and locations that it has no room for, to PutRest.
 void IndexReplay::Replace(Batch& batch, const Item& item, Tally& tally) {
   RowIndex::Table* const table = state_.rows.FindTable(KeyTable(item.key));
   if (table == nullptr || table->row_class != &batch.row_class) return;
@@ -204,7 +204,7 @@ void IndexReplay::PutRest(Batch& batch) {
   if (n > 0) PutRun(batch, run, n);
 }
 
-// Keys of one table.
+// Puts keys of one table.
 void IndexReplay::PutRun(Batch& batch, const Item* items, std::size_t n) {
   CheckCall();
   const RowClass& row_class = batch.row_class;

@@ -24,7 +24,7 @@
 
 namespace tierstore {
 
-// What a replay knows of a segment.
+// ReplaySource has what a replay knows of a segment.
 struct ReplaySource {
   std::uint32_t covered = 0;          // leading slots that came with the snapshot
   std::vector<std::uint32_t> epochs;  // by slot, of relocated segments that are replayed

@@ -1,4 +1,4 @@
-// How TableIndex scales the permuted id h, 48 bits, to positions of its array.
+// Scales the permuted id h of TableIndex, 48 bits, to positions of its array.
 #pragma once
 
 #include <cstddef>

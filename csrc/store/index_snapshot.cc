@@ -41,7 +41,7 @@ Bytes EncodeHeader(const SnapshotHeader& header) {
   return std::move(out.bytes());
 }
 
-// As many as EncodeHeader gives, which takes long where there are many ranges.
+// Returns as many bytes as EncodeHeader gives. Encoding would take long where there are many ranges.
 std::uint64_t HeaderBytes(const SnapshotHeader& header) {
   std::uint64_t bytes = kPreambleBytes + header.store.size() + 8 + 8 + 4 + 4 + sizeof(std::uint32_t);
   for (const auto& row_class : header.classes) bytes += 12 + row_class.segments.size() * 8;
@@ -63,7 +63,7 @@ SnapshotHeader DecodeBody(Decoder& in) {
       segment.number = in.Get<std::uint32_t>();
       segment.slots = in.Get<std::uint32_t>();
     }
-    if (row_class.slot_bits > kMaxSlotBits) in.Fail("impossible slot bits");
+    if (row_class.slot_bits > kMaxSlotBits) in.Fail("the saved index has an impossible number of slot bits");
   }
   header.tables.resize(in.Count(16));
   for (auto& table : header.tables) {
@@ -74,7 +74,7 @@ SnapshotHeader DecodeBody(Decoder& in) {
   if (in.AtEnd()) return header;
   header.range_bits = in.Get<std::uint32_t>();
   if (header.range_bits < DenseRanges::kLeastRangeBits || header.range_bits > DenseRanges::kRangeBits)
-    in.Fail("impossible range bits");
+    in.Fail("the saved index has an impossible number of range bits");
   for (auto& table : header.tables) {
     table.ranges.resize(in.Count(12));
     for (auto& range : table.ranges) {
@@ -82,10 +82,10 @@ SnapshotHeader DecodeBody(Decoder& in) {
       range.bits = in.Get<std::uint32_t>();
       if (range.bits == 0 || range.bits > DenseRanges::kMostBits ||
           range.number >> (48 - header.range_bits) != 0)
-        in.Fail("impossible range");
+        in.Fail("the saved index has an impossible range");
     }
   }
-  if (!in.AtEnd()) in.Fail("holds more than it should");
+  if (!in.AtEnd()) in.Fail("the saved index has bytes behind its end");
   return header;
 }
 
@@ -163,7 +163,7 @@ std::uint64_t SnapshotWriter::Install(const SnapshotHeader& header) {
   const Bytes encoded = EncodeHeader(header);
   AlignedBuffer blocks((encoded.size() + kBlockBytes - 1) / kBlockBytes * kBlockBytes);
   if (file_->Read(0, blocks.data(), blocks.size()) != blocks.size())
-    throw IoError(EIO, file_->path(), "read back: the file is shorter than what was written");
+    throw IoError(EIO, file_->path(), "read back: the file is shorter than the bytes that were written");
   std::memcpy(blocks.data(), encoded.data(), encoded.size());
   file_->Write(0, blocks.data(), blocks.size());
   file_->Sync();
@@ -219,7 +219,7 @@ std::uint64_t SnapshotReader::GroupsOf(std::size_t table) const {
   return (header_.tables[table].entries + kEntriesPerGroup - 1) / kEntriesPerGroup;
 }
 
-// nullptr when the file ends before them.
+// Returns nullptr when the file ends before `size` bytes.
 const std::byte* SnapshotReader::ReadBytes(std::uint64_t begin, std::uint64_t size,
                                            AlignedBuffer& buffer) const {
   const std::uint64_t end = begin + size, from = begin / kBlockBytes * kBlockBytes;

@@ -1,6 +1,6 @@
-// The file INDEX: the index as of a position in the log, so that opening reads only later rows. A store never
-// needs it: where the file is missing, damaged or of another history, footers and records have the same
-// facts.
+// Writes and reads the file INDEX: the index as of a position in the log, so that opening reads only later
+// rows. A store never needs the file: where INDEX is missing, damaged or of another history, footers and
+// records have the same facts.
 //
 // The index goes on changing while a snapshot is written. So a row that was written or copied since the
 // position may be in the snapshot as kChanged: its newest version is in a later slot. A snapshot therefore
@@ -24,7 +24,7 @@ namespace tierstore {
 inline constexpr char kSnapshotName[] = "INDEX";
 inline constexpr char kSnapshotTemporaryName[] = "INDEX.tmp";
 
-// Stands in place of a location: the row has a version behind the slots of the snapshot.
+// kChanged stands in place of a location: the row has a version behind the slots of the snapshot.
 inline constexpr Location kChanged = (Location{1} << TableIndex::kLocationBits) - 1;
 
 struct SnapshotHeader {
@@ -63,8 +63,8 @@ struct SnapshotHeader {
 // Writes a snapshot front to back to INDEX.tmp. All functions throw IoError.
 class SnapshotWriter {
  public:
-  // Begins a file. `header` is what Install will get, but for the commit, the numbers of entries, and the
-  // bits of ranges.
+  // Begins a file. `header` equals the header that Install will get, but for the commit, the numbers of
+  // entries, and the bits of ranges.
   SnapshotWriter(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header);
 
   // Adds the next entries of a table: SnapshotReader::kEntriesPerGroup entries, but fewer at the table's end.
@@ -72,7 +72,7 @@ class SnapshotWriter {
   // Adds the next range of a table, behind the table's entries.
   void AddRange(const std::byte* array, std::size_t size);
   std::uint64_t bytes() const { return bytes_; }
-  // Makes what was added durable.
+  // Makes all added groups and ranges durable.
   void Finish();
   // Puts the file in place of the old snapshot, durably. When this function throws, either snapshot may be in
   // place. Returns the file's size.

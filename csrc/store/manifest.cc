@@ -41,7 +41,7 @@ std::uint64_t Manifest::EncodedBytes() const {
 
 Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path) {
   Decoder decoder(in, path);
-  if (std::memcmp(decoder.Take(8), kMagic, 8) != 0) decoder.Fail("is not a manifest of tierstore");
+  if (std::memcmp(decoder.Take(8), kMagic, 8) != 0) decoder.Fail("the file is not a manifest of tierstore");
   const auto version = decoder.Get<std::uint32_t>();
   std::uint32_t crc = 0;
   if (in.size() >= 4) std::memcpy(&crc, in.data() + in.size() - 4, 4);
@@ -65,12 +65,12 @@ Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path
       extent.slots = slots & ~kAppendingFlag;
       extent.appending = (slots & kAppendingFlag) != 0;
       if (extent.number >= manifest.next_segment || extent.slots > kMaxSlots)
-        decoder.Fail("names an impossible segment");
+        decoder.Fail("the manifest names an impossible segment");
     }
-    if (commit.id >= manifest.next_commit) decoder.Fail("names an impossible commit");
+    if (commit.id >= manifest.next_commit) decoder.Fail("the manifest names an impossible commit");
   }
   decoder.Take(4);
-  if (!decoder.AtEnd()) decoder.Fail("holds more than it should");
+  if (!decoder.AtEnd()) decoder.Fail("the manifest has bytes behind its end");
   return manifest;
 }
 
@@ -116,8 +116,8 @@ Bytes ReadWholeFile(Env& env, const std::string& path, std::uint64_t limit) {
   auto file = env.Open(path, OpenMode::kRead, false);
   const std::uint64_t size = file->Size();
   if (size > limit)
-    throw CorruptError(path + ": has " + std::to_string(size) + " bytes, more than the " +
-                       std::to_string(limit) + " that it may have");
+    throw CorruptError(path + ": the file has " + std::to_string(size) + " bytes, more than the " +
+                       std::to_string(limit) + " bytes that are allowed");
   Bytes bytes(size);
   bytes.resize(file->Read(0, bytes.data(), size));
   return bytes;

@@ -1,6 +1,6 @@
-// The manifest: the one file that names the commits. It is written whole to a temporary name, synced and
-// renamed, so there is always exactly one manifest, old or new. docs/reference/formats.md specifies its
-// bytes.
+// The manifest is the only file that names the commits. A new manifest is written whole to a temporary name,
+// synced and renamed, so there is always exactly one manifest, old or new. docs/reference/formats.md
+// specifies its bytes.
 #pragma once
 
 #include <cstdint>

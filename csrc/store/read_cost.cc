@@ -20,7 +20,7 @@ constexpr std::size_t kRounds = 4;
 
 }  // namespace
 
-// A read costs about a + b·bytes; the gap of a / b bytes costs as much as a read of its own does.
+// A read costs about a + b·bytes, so reading over a gap of a / b bytes costs as much as another read.
 std::uint64_t ReadCost::MergeGap() const {
   const double smallest = nanoseconds.front(), largest = nanoseconds.back();
   const double bytes = kSizes.back() - kSizes.front();
@@ -29,8 +29,8 @@ std::uint64_t ReadCost::MergeGap() const {
   return static_cast<std::uint64_t>(std::clamp(each / per_byte, 1.0, bytes));
 }
 
-// Whatever disturbs a round makes it longer, and the first one has buffers that were never used. So the sizes
-// take turns, and the shortest round of each counts.
+// A disturbance makes a round longer, and so do buffers that were never used. So the sizes take turns, and
+// the shortest round of each size counts.
 ReadCost ReadCost::Measure(BatchReader& reader, const std::vector<File*>& files) {
   using Clock = std::chrono::steady_clock;
   std::mt19937_64 random(1);

@@ -1,6 +1,6 @@
-// What reads of different sizes cost on the device of a store. The costs are measured once, by reading the
-// store's own segments, and are kept in the file DEVICE beside the segments. docs/reference/formats.md
-// specifies its bytes.
+// Measures the costs of reads of different sizes on the device of a store. The costs are measured once, by
+// reading the store's own segments, and are kept in the file DEVICE beside the segments.
+// docs/reference/formats.md specifies the file's bytes.
 #pragma once
 
 #include <array>

@@ -15,12 +15,12 @@ namespace tierstore {
 namespace {
 
 constexpr std::size_t kRowsPerLookup = 1024;
-// Where reading on costs less than another request, as long as it is not known for this device.
+// Up to this gap reading on costs less than another request, as long as the device was not measured.
 constexpr std::uint64_t kUsualMergeGap = 8 << 10;
 // Reads are measured when a call reads at least this many rows, from at least this many bytes of files.
 constexpr std::size_t kRowsToMeasure = 1024;
 constexpr std::uint64_t kBytesToMeasure = 64 << 20;
-// Lane i is for reads of fewer rows than this; the first is for all.
+// Lane i is for reads of fewer rows than kRowsOfLane[i]; the first lane is for all reads.
 constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
 
 [[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
@@ -30,14 +30,15 @@ constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
                      ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
 }
 
-// How many of the first keys are of one table, up to kRowsPerLookup.
+// Returns how many of the first keys are of one table, up to kRowsPerLookup.
 std::size_t RowsOfOneTable(std::span<const std::uint64_t> keys) {
   std::size_t n = 1;
   while (n < keys.size() && n < kRowsPerLookup && KeyTable(keys[n]) == KeyTable(keys[0])) ++n;
   return n;
 }
 
-// Records and rows come from memory that no core has used yet: the next ones come while one is checked.
+// Records and rows come from memory that no core has used yet, so the next records are fetched while a record
+// is checked.
 constexpr std::size_t kPrefetch = 3;
 constexpr std::size_t kCacheLine = 64;
 
@@ -46,7 +47,7 @@ void Prefetch(const std::byte* begin, std::size_t size) {
   for (std::size_t at = 0; at < size; at += kCacheLine) __builtin_prefetch(begin + at, kWrite);
 }
 
-// Copies the row out of a record that `size` bytes at `data` begin with.
+// Copies the row out of the record that begins at `data`, where `size` bytes are.
 void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, const std::byte* data,
              std::size_t size, std::byte* row) {
   const Geometry& geometry = segment.row_class->geometry;
@@ -55,11 +56,11 @@ void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, cons
   if (!RecordIsIntact(data, slot, geometry, segment.crc_prefix)) {
     ThrowDamaged(segment, offset, key, "checksum mismatch");
   }
-  if (LoadRecordHeader(data).key != key) ThrowDamaged(segment, offset, key, "it holds another key");
+  if (LoadRecordHeader(data).key != key) ThrowDamaged(segment, offset, key, "the record holds another key");
   std::memcpy(row, data + kRecordHeaderBytes, geometry.row_bytes);
 }
 
-// Counts while it lives.
+// Counts one more while the object lives.
 template <typename T>
 class Counted {
  public:
@@ -75,7 +76,7 @@ class Counted {
 
 }  // namespace
 
-// Rows that must come from files. The segments are held, so compaction may go on meanwhile.
+// Pending has the rows that must come from files. It holds the segments, so compaction may go on meanwhile.
 struct Reader::Pending {
   RowClass* row_class = nullptr;
   std::vector<std::uint64_t> items;  // location << kPositionBits | position; sorted: by place
@@ -88,7 +89,7 @@ struct Reader::Pending {
   static std::size_t PositionOf(std::uint64_t item) { return item & (kMostKeysAtOnce - 1); }
 };
 
-// What to read for sorted items: items first[i] to first[i + 1] lie in list[i].
+// Requests says what to read for sorted items: items first[i] to first[i + 1] lie in list[i].
 struct Reader::Requests {
   std::vector<ReadRequest> list;
   std::vector<std::size_t> first;
@@ -96,7 +97,7 @@ struct Reader::Requests {
   Requests(const Pending& pending, std::uint64_t merge_gap);
 };
 
-// Wakes the compactor for the segments that it did not remove because of a read.
+// Wakes the compactor, which did not remove some segments because of a read.
 struct Reader::End {
   Reader& reader;
   ~End() {
@@ -188,7 +189,7 @@ void Reader::Locate(std::span<const std::uint64_t> keys, const ReadTarget& targe
   }
 }
 
-// Once per store. A failure costs only the knowledge.
+// Measures the device, once per store. After a failure the usual gap stays.
 void Reader::Measure(BatchReader& reader, const Pending& pending) try {
   std::vector<File*> files;
   std::uint64_t bytes = 0;
@@ -213,8 +214,8 @@ void Reader::Measure(BatchReader& reader, const Pending& pending) try {
   // The next opening removes the file.
 }
 
-// Keys of one table, from position `base` of the call on. False when a segment of the rows before has given
-// its ordinal to another one, so that all must be looked up again.
+// Looks up keys of one table, from position `base` of the call on. Returns false when a segment of the rows
+// before has given its ordinal to another segment, so that all rows must be looked up again.
 bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found,
                      std::size_t base, Pending& pending) {
   const std::uint32_t number = KeyTable(keys[0]);

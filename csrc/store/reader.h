@@ -51,7 +51,7 @@ class Reader {
   Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
          std::atomic<int>& reads);
 
-  // These do what Store::Read and Store::Places say.
+  // These functions do what Store::Read and Store::Places say.
   void Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);
   void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
 

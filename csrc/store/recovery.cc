@@ -71,16 +71,16 @@ void Recovery::Run(StoreMutex& mutex, const std::vector<std::pair<std::uint32_t,
 Manifest Recovery::LoadOrCreateManifest(const std::vector<std::string>& names) {
   if (auto manifest = Manifest::Load(context_.env, context_.directory)) {
     state_.space.SetFileBytes(MetaFile::kManifest, manifest->Encode().size());
-    // What only the manifest before this one names is about to be removed.
+    // Segments that only the manifest before this manifest names are about to be removed.
     context_.env.SyncDirectory(context_.directory);
     return *std::move(manifest);
   }
   if (std::any_of(names.begin(), names.end(),
                   [](const auto& name) { return ParseSegmentName(name).has_value(); })) {
-    throw CorruptError(
-        context_.PathOf(kManifestName) +
-        ": is missing, though there are segments; restore it from a copy, or move the segments away "
-        "to begin anew");
+    throw CorruptError(context_.PathOf(kManifestName) +
+                       ": the file is missing, though there are segments; restore the file from a copy, or "
+                       "move the segments "
+                       "away to begin anew");
   }
   Manifest manifest;
   manifest.store = context_.config.store_id ? *context_.config.store_id : RandomStoreId();
@@ -105,7 +105,7 @@ void Recovery::RemoveLeftovers(const std::vector<std::string>& names) {
   }
 }
 
-// nullptr when there is none yet.
+// Returns nullptr when there is no commit yet.
 const CommitRecord* Recovery::ChooseCommit() const {
   const CommitLog& commits = state_.commits;
   const std::uint64_t id = context_.config.at_commit;
@@ -147,12 +147,12 @@ void Recovery::OpenSegments() {
     row_class->GrowSegments(state_.space.NextSegmentBytes());
     const std::size_t count = row_class->segments.size();
     if (count << row_class->slot_bits > TableIndex::kMaxLocation) {
-      throw InputError(context_.directory + ": holds more than 2^40 row versions of one size");
+      throw InputError(context_.directory + ": the store holds more than 2^40 row versions of one size");
     }
   }
 }
 
-// A segment without slots is only kept for other commits.
+// A segment without slots is kept for other commits only.
 SegmentPtr Recovery::OpenSegment(const SegmentExtent& extent) {
   auto segment = std::make_shared<Segment>();
   segment->number = extent.number;
@@ -160,7 +160,7 @@ SegmentPtr Recovery::OpenSegment(const SegmentExtent& extent) {
   segment->file = context_.env.Open(segment->path, OpenMode::kUpdate, context_.config.direct);
   const SegmentHeader header = ReadSegmentHeader(*segment->file);
   if (header.store != context_.id || header.number != extent.number) {
-    throw CorruptError(segment->path + ": belongs to another store or is another segment");
+    throw CorruptError(segment->path + ": the file belongs to another store or is another segment");
   }
   segment->relocated = header.relocated;
   segment->crc_prefix = RecordCrcPrefix(context_.id, extent.number);
@@ -175,8 +175,9 @@ SegmentPtr Recovery::OpenSegment(const SegmentExtent& extent) {
     return segment;
   }
   if (segment->file_bytes < row_class.geometry.EndOffset(extent.slots)) {
-    throw CorruptError(segment->path + ": is cut off at " + std::to_string(segment->file_bytes) + " bytes; " +
-                       std::to_string(row_class.geometry.EndOffset(extent.slots)) + " are committed");
+    throw CorruptError(segment->path + ": the file is cut off at " + std::to_string(segment->file_bytes) +
+                       " bytes; " + std::to_string(row_class.geometry.EndOffset(extent.slots)) +
+                       " bytes are committed");
   }
   row_class.SetSlotBits(static_cast<unsigned>(std::bit_width(extent.slots - 1)),
                         context_.config.limits.locations);

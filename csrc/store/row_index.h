@@ -57,9 +57,9 @@ class RowIndex {
   void Attach(ScanCapture& capture) { captures_.push_back(&capture); }
   void Detach(ScanCapture& capture) { std::erase(captures_, &capture); }
 
-  // The number of rows that were put since the opening, copies included.
+  // Returns the number of rows that were put since the opening, copies included.
   std::uint64_t puts() const { return puts_; }
-  // Whether rows were put since the last MarkCommitted.
+  // Returns whether rows were put since the last MarkCommitted.
   bool changed() const { return changed_; }
   void MarkCommitted() { changed_ = false; }
   void MarkChanged() { changed_ = true; }

@@ -20,11 +20,12 @@ constexpr std::size_t kStretchBytes = 4 << 20;  // read at once, of one segment
 constexpr std::size_t kSegmentsAtOnce = 4;
 constexpr std::uint32_t kRowsPerLookup = 1024;
 constexpr std::size_t kCopyBytes = 256 << 10;  // out of chunks, with the mutex held
-// Late rows wait for one another: the more there are, the denser they lie in the segments that they went to.
+// Late rows wait for one another: the more late rows there are, the denser they lie in the segments that they
+// went to.
 constexpr std::size_t kManyLateRows = 1 << 20;
 constexpr std::size_t kLateBytes = 16 << 20;  // of late rows that are read at once
 
-// Lets the compactor remove segments that it left for this call.
+// Lets the compactor remove segments that this call kept it from removing.
 struct WakeAtEnd {
   StoreMutex& mutex;
   const SegmentSet& segments;
@@ -37,7 +38,7 @@ struct WakeAtEnd {
   }
 };
 
-// The offset behind which, from `offset` on, the segment's rows are still in memory.
+// Returns the end of the segment's rows that are in the file, from `offset` on; later rows are in memory.
 std::uint64_t EndInFile(const Segment& segment, std::uint64_t offset) {
   std::uint64_t end = ~std::uint64_t{0};
   for (const auto& chunk : segment.chunks) {
@@ -49,8 +50,8 @@ std::uint64_t EndInFile(const Segment& segment, std::uint64_t offset) {
 
 }  // namespace
 
-// Slots `first` to `last` of a segment, whose bytes are read. The segment is held, and null when there is
-// nothing to read.
+// A Stretch is slots `first` to `last` of a segment, whose bytes are read. It holds the segment, which is
+// null when there is nothing to read.
 struct Scan::Stretch {
   SegmentPtr segment;
   std::uint32_t first = 0, last = 0;
@@ -58,7 +59,7 @@ struct Scan::Stretch {
   std::size_t got = 0;      // bytes
 };
 
-// Intact records.
+// Records are intact.
 struct Scan::Records {
   std::uint64_t* keys;
   std::uint32_t* slots;
@@ -111,7 +112,7 @@ std::vector<ScanBatch> Scan::Next() {
   return batches;
 }
 
-// Gives each cursor a segment. False when there are no more.
+// Gives each cursor a segment. Returns false when there are no more segments.
 bool Scan::FillCursors() {
   const Lock lock(mutex_);
   context_.CheckOpen();
@@ -136,7 +137,8 @@ bool Scan::FillCursors() {
   return more;
 }
 
-// Reads late rows of a class that has at least this many, or damaged ones. False when there is none.
+// Reads late rows of a class that has at least this many of them, or late rows in damaged records. Returns
+// false when there is no such class.
 bool Scan::GiveLate(std::size_t least, std::vector<ScanBatch>& batches) {
   for (ScanCapture::Class& of : capture_.classes()) {
     const std::uint32_t row_bytes = of.row_class->geometry.row_bytes;
@@ -155,7 +157,7 @@ bool Scan::GiveLate(std::size_t least, std::vector<ScanBatch>& batches) {
     const auto found = std::make_unique<bool[]>(batch.keys.size());
     reader_.Read(batch.keys, {reinterpret_cast<std::byte*>(batch.rows.data()), row_bytes}, found.get());
     if (!std::all_of(found.get(), found.get() + batch.keys.size(), [](bool there) { return there; }))
-      throw CorruptError(context_.directory + ": rows have left the index while it was scanned");
+      throw CorruptError(context_.directory + ": rows have left the index while the store was scanned");
     batches.push_back(std::move(batch));
     return true;
   }
@@ -175,14 +177,15 @@ void Scan::Visit(Cursor& cursor, ScanBatch& batch) {
   if (cursor.part->next == cursor.part->end) Settle(cursor);
 }
 
-// nullptr when all rows have left it: it may be gone, and its ordinal another segment's.
+// Returns nullptr when all rows have left the segment: the segment may be gone, and its ordinal another
+// segment's.
 SegmentPtr Scan::SegmentOf(const Cursor& cursor) const {
   const SegmentPtr& segment = cursor.of->row_class->segments[cursor.ordinal];
   const bool there = cursor.part->left > 0 && segment != nullptr && segment->number == cursor.part->number;
   return there ? segment : nullptr;
 }
 
-// Reads the next slots of the cursor's segment: from its file, or from memory where they are still there.
+// Reads the next slots of the cursor's segment from its file, or from memory where they are still there.
 Scan::Stretch Scan::Load(Cursor& cursor) {
   ScanCapture::Part& part = *cursor.part;
   const Geometry& geometry = cursor.of->row_class->geometry;
@@ -228,7 +231,7 @@ void Scan::CopyOut(const Chunk& chunk, Stretch& stretch, AlignedBuffer& buffer) 
   stretch.got = end - stretch.begin;
 }
 
-// The slots from the part's next one to `last`, at most kRowsPerLookup.
+// Visits the slots from the part's next slot to `last`, at most kRowsPerLookup.
 void Scan::VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last, ScanBatch& batch) {
   ScanCapture::Part& part = *cursor.part;
   const Segment& segment = *stretch.segment;
@@ -257,8 +260,8 @@ void Scan::VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last
   }
 }
 
-// Moves the records that are newest versions to the front, and returns how many they are. All slots to `last`
-// count as visited from here on.
+// Moves the records that are newest versions to the front, and returns their number. All slots to `last`
+// count as visited from then on.
 std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint32_t last,
                                std::span<const std::uint32_t> damaged) {
   ScanCapture::Part& part = *cursor.part;
@@ -281,7 +284,7 @@ std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint
   return live;
 }
 
-// The segment is read. What it still lacks lies in damaged records, and becomes late.
+// Ends a segment that is read. Rows that were not found lie in damaged records, and become late.
 void Scan::Settle(Cursor& cursor) {
   std::size_t tables;
   {

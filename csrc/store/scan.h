@@ -1,10 +1,10 @@
 // Scans read all rows of some tables, in the order in which the segments' files hold the rows, so that the
 // device reads long stretches. Several segments are read and checked at a time.
 //
-// A scan gives each row that is stored when it begins, once, in a version that is the newest when the scan
-// comes to it; rows that are stored for the first time later do not come. Other calls and the compactor go on
-// meanwhile (store/scan_capture.h says how no row is missed): between two calls of Next the scan holds no
-// lock, no file and no space, so it may be left alone for as long as its user likes.
+// A scan gives each row that is stored when the scan begins, once, in a version that is the newest when the
+// scan comes to the row; rows that are stored for the first time later do not come. Other calls and the
+// compactor go on meanwhile (store/scan_capture.h says how no row is missed): between two calls of Next the
+// scan holds no lock, no file and no space, so it may be left alone for as long as its user likes.
 //
 // Every record is checked as a read checks it. A damaged record that is no newest version is passed over.
 // The row of any other damaged record is read once more, by Reader, whose error the call throws.
@@ -26,7 +26,7 @@
 
 namespace tierstore {
 
-// Rows of one size, of any of the scan's tables.
+// A ScanBatch has rows of one size, of any of the scan's tables.
 struct ScanBatch {
   std::uint32_t row_bytes = 0;
   PageVector<std::uint64_t> keys;
@@ -51,7 +51,7 @@ class Scan {
  private:
   struct Stretch;
   struct Records;
-  // A segment that is read.
+  // A Cursor is a segment that is read.
   struct Cursor {
     ScanCapture::Class* of = nullptr;
     ScanCapture::Part* part = nullptr;

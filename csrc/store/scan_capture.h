@@ -17,7 +17,7 @@ namespace tierstore {
 
 class ScanCapture {
  public:
-  // What the capture has of a segment.
+  // A Part has the rows that the capture has of a segment.
   struct Part {
     std::uint32_t number = 0;            // of the segment; 0 where there is none
     std::uint32_t next = 0, end = 0;     // slots that the scan has yet to come to
@@ -42,7 +42,7 @@ class ScanCapture {
   void RowLeaves(const Segment& segment, std::uint32_t slot, std::uint64_t key) noexcept;
 
   std::vector<Class>& classes() { return classes_; }
-  // A late row could not be noted.
+  // Returns whether a late row could not be noted.
   bool failed() const { return failed_; }
 
  private:

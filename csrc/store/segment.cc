@@ -12,13 +12,14 @@ SegmentHeader Segment::Header(const StoreId& store) const {
   return {row_class->geometry.row_bytes, number, relocated, store};
 }
 
-// Keys of copies take as many bits as they do here, and epochs at most as many as the segment's number.
+// Keys of copies take as many bits as keys do here, and epochs at most as many bits as the segment's number.
 std::uint64_t Segment::BytesOfCopies(std::uint32_t rows) const {
   const std::uint64_t end = row_class->geometry.EndOffset(slots),
                       capacity_of_copies = row_class->slots_per_segment;
   std::uint64_t bits = Footer::MostBytes(capacity_of_copies, true) * 8 / capacity_of_copies;
   if (sealed && slots > 0 && reserved_bytes > end) {
-    // With the zeros that fill the footer's last block, or segments of few slots would be copied for ever.
+    // The bits count the zeros that fill the footer's last block, or segments of few slots would be copied
+    // for ever.
     const std::uint64_t here = (reserved_bytes - end) * 8 / slots + 1;
     bits = here + (relocated ? 0 : std::bit_width(number));
   }

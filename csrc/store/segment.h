@@ -18,8 +18,9 @@
 
 namespace tierstore {
 
-// A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; bytes up to
-// `queued` are on their way to the file and no longer change; bytes up to `written` are in the file.
+// A Chunk is a stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`;
+// bytes up to `queued` are on their way to the file and no longer change; bytes up to `written` are in the
+// file.
 struct Chunk {
   // The usual size of a chunk. A chunk has whole frames, so no record is in two chunks.
   static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;
@@ -34,12 +35,12 @@ struct Chunk {
 
 struct RowClass;
 
-// Slots of segments that are not retired.
+// Counts has numbers of slots of segments that are not retired.
 struct Counts {
   std::uint64_t slots = 0, live = 0;
   std::uint64_t kept = 0;  // rows in segments that are not older than the interval
 
-  // Slots whose rows are superseded, but for those that last (Segment::Lasting).
+  // Returns the number of slots whose rows are superseded, without the rows that last (Segment::Lasting).
   std::uint64_t Dead() const { return slots - live - kept; }
   bool operator==(const Counts&) const = default;
 };
@@ -86,7 +87,7 @@ struct Segment {
   bool damaged = false;              // compaction met a damaged record here; not tried again
   unsigned failed_reads = 0;         // of compaction; after some the segment counts as damaged
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
-  std::uint64_t released_bytes = 0;  // of them, in SegmentSet::released_bytes
+  std::uint64_t released_bytes = 0;  // the part of them that SegmentSet::released_bytes counts
   std::uint64_t file_bytes = 0;      // bytes that are written
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
@@ -117,7 +118,7 @@ struct Segment {
   // its file.
   bool IsComplete() const { return sealed && chunks.empty(); }
   SegmentHeader Header(const StoreId& store) const;
-  // The bytes of copies of this many of its rows, with their part of header and footer.
+  // Returns the bytes of copies of this many of its rows, with their part of header and footer.
   std::uint64_t BytesOfCopies(std::uint32_t rows) const;
 
   // Returns the chunk that records are appended to; nullptr when there is none, because nothing is appended
@@ -168,7 +169,7 @@ struct RowClass {
   // Returns whether there is a place for a segment of callers, besides the segments that compaction copies
   // to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
-  // Gives the segment the first free ordinal, or (cheaper) one behind all others.
+  // Gives the segment the first free ordinal, or (cheaper) an ordinal behind all other segments.
   void AddSegment(const SegmentPtr& segment);
   void AppendSegment(const SegmentPtr& segment);
   // Frees the segment's ordinal.
@@ -228,7 +229,7 @@ inline void Segment::Keep(std::uint32_t slot) {
 
 // Returns the keys (and, of copies, the epochs) of the segment's slots, and which slots are voids. They come
 // from the footer or, where no footer is valid, from the records of the slots from `first_slot` on; the keys
-// of earlier slots may then be missing (0). Throws CorruptError when one of those records is damaged,
+// of earlier slots may then be missing (0). Throws CorruptError when one of these records is damaged,
 // IoError, CallEnded.
 Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot);
 

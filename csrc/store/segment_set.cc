@@ -9,8 +9,9 @@ namespace tierstore {
 
 std::uint32_t SegmentSet::TakeNumber() {
   if (next_number_ == ~std::uint32_t{0}) {
-    throw FullError(context_.directory +
-                    ": the numbers of segments are used up; export the store and import it anew");
+    throw FullError(
+        context_.directory +
+        ": the numbers of segments are used up; export the store and import the export into a new store");
   }
   return next_number_++;
 }

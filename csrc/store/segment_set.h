@@ -60,7 +60,8 @@ class SegmentSet {
   // bytes then stay counted.
   void RemoveDoomed(Lock& lock, WriteQueue& queue);
   bool HasDoomed() const { return !doomed_.empty(); }
-  // Whether a doomed segment waits for a read to end: that read then wakes the compactor. Needs no lock.
+  // Returns whether a doomed segment waits for a read to end: that read then wakes the compactor. Needs no
+  // lock.
   bool removal_waits() const { return removal_waits_; }
 
   // Makes the segments' files, and the names of new files, durable. When this function throws (IoError,

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kEntriesAtOnce = 4096;  // of a hash index, with the mutex held
 
-// Up to the last row: without voids that end a block.
+// Returns the slots up to the last row, without voids that end a block.
 std::uint32_t SlotsOf(const Segment& segment) {
   return segment.slots == segment.flushed_slots ? segment.durable_slots : segment.slots;
 }
@@ -26,7 +26,8 @@ SnapshotWalk::SnapshotWalk(const StoreContext& context, StoreMutex& mutex, Store
     entry.row_bytes = row_bytes;
     entry.slot_bits = row_class->slot_bits;
     for (const SegmentPtr& segment : row_class->segments) {
-      // Also segments without newest versions: later rows in them must not bring old versions back.
+      // The snapshot names segments without newest versions, too: later rows in them must not bring old
+      // versions back.
       entry.segments.push_back(segment == nullptr
                                    ? SnapshotHeader::Segment{0, 0}
                                    : SnapshotHeader::Segment{segment->number, SlotsOf(*segment)});
@@ -65,7 +66,7 @@ void SnapshotWalk::Run(Lock& lock) {
   }
   for (std::size_t i = 0; i < tables_.size(); ++i) {
     CopyHash(lock, tables_[i], header_.tables[i]);
-    tables_[i].index->HoldRanges(false);  // new ones come behind those that are copied
+    tables_[i].index->HoldRanges(false);  // new ranges come behind the ranges that are copied
     CopyRanges(lock, tables_[i], header_.tables[i]);
   }
   const Unlocked unlocked(lock);
@@ -110,7 +111,7 @@ void SnapshotWalk::Note(const Table& table, Covered& covered) const {
   }
 }
 
-// By descending hashes, which stay in order whatever is put meanwhile.
+// Copies entries by descending hashes, which stay in order whatever is put meanwhile.
 void SnapshotWalk::CopyHash(Lock& lock, const Table& table, SnapshotHeader::Table& saved) {
   TableLocations& index = *table.index;
   while (index.IsShrinking()) {

@@ -59,7 +59,7 @@ class SnapshotWalk {
   struct Covered {
     std::uint64_t changes = ~std::uint64_t{0};  // of the row class when this was noted
     unsigned slot_bits = 0;
-    std::vector<std::uint32_t> slots;  // leading ones, by ordinal
+    std::vector<std::uint32_t> slots;  // leading slots, by ordinal
 
     bool Has(Location location) const {
       const std::uint64_t ordinal = location >> slot_bits;

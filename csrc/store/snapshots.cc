@@ -8,7 +8,7 @@
 
 namespace tierstore {
 
-// A snapshot fits the cap, it is large enough to matter, and its `lag` is reached.
+// Returns whether a snapshot fits the cap, is large enough to matter, and its `lag` is reached.
 bool Snapshots::IsDue(const Lag& lag) const {
   std::uint64_t rows = 0, bytes = 0;
   for (const auto& table : state_.rows.tables()) {
@@ -95,8 +95,8 @@ void Snapshots::WalkAndInstall(Lock& lock) {
   End(installed);
 }
 
-// The current commit holds all that the walk found. Perhaps compaction has copied rows since, which no commit
-// names: then the snapshot waits for the next one.
+// The current commit holds all rows that the walk found. If compaction has copied rows since, which no commit
+// names, the snapshot waits for the next commit.
 void Snapshots::Serve() {
   const CommitRecord* const current = state_.commits.Current();
   if (current == nullptr || !walk_->IsWithin(*current)) return;

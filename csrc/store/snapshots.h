@@ -1,10 +1,10 @@
 // Saves the index (the file INDEX, store/index_snapshot.h) when that is worth its bytes, so that the next
 // opening reads only later rows. A store never needs a snapshot: a failure is counted, not thrown.
 //
-// A commit that finds a snapshot due begins one, and does not wait for it: a thread walks through the index
-// (store/snapshot_walk.h) while calls go on. When the walk has ended, the snapshot waits for a commit that
-// holds all that it found: the last one, if no row has changed since, or else the next one. Then the thread
-// puts it in place.
+// A commit that finds a snapshot due begins the snapshot and does not wait for its end: a thread walks
+// through the index (store/snapshot_walk.h) while calls go on. When the walk has ended, the snapshot waits
+// for a commit that holds all rows that the walk found: the last commit, if no row has changed since, or else
+// the next commit. Then the thread puts the snapshot in place.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -69,7 +69,7 @@ class Snapshots {
   // is worth more, since the next opening gains.
   static constexpr Lag kLagAtCommit = {20, 1}, kLagAtClose = {1.5, 8};
 
-  // What was written.
+  // A Mark says how much was written.
   struct Mark {
     std::uint64_t rows = 0, bytes = 0;
   };

@@ -10,7 +10,7 @@
 namespace tierstore {
 namespace {
 
-// "1.5 GiB", "24 MiB", "272 B": as tierstore.config.format_bytes writes them.
+// Returns "1.5 GiB", "24 MiB", "272 B", as tierstore.config.format_bytes does.
 std::string FormatBytes(std::uint64_t bytes) {
   static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
   double value = static_cast<double>(bytes);
@@ -31,17 +31,17 @@ Space::Space(const StoreContext& context, const RowIndex& rows, const SegmentSet
       commits_(commits),
       cap_bytes_(context.config.cap_bytes) {}
 
-// What only compaction may use, so that it can always go on: a segment to copy to, and half of one more. For
-// a victim gives back less than the new segment takes at first (footers), and several victims may be needed
-// until what they give back is more.
+// Returns the bytes that only compaction may use, so that compaction can always go on: a segment to copy to,
+// and half a segment more. For a victim gives back less than the new segment takes at first (footers), and
+// several victims may be needed until they have given back more.
 std::uint64_t Space::Reserve() const {
   const std::uint64_t largest = rows_.LargestSegmentBytes();
   return largest + largest / 2;
 }
 
-// Bytes of superseded rows that are tolerated: as many as live ones, which makes uniform overwrites cost
-// about 1.26 times their bytes; fewer where a commit keeps them, since what replaces them must fit the cap
-// too.
+// As many bytes of superseded rows are tolerated as there are live bytes, which makes uniform overwrites cost
+// about 1.26 times their bytes. Fewer bytes are tolerated where a commit keeps superseded rows, since the
+// rows that replace them must fit the cap, too.
 Survey Space::TakeSurvey() const {
   Survey survey;
   survey.released = segments_.released_bytes();
@@ -89,8 +89,9 @@ void Space::ThrowNoOrdinal(const RowClass& row_class) const {
       "help: divide the tables of this row size among several stores (shards), or give them fewer rows");
 }
 
-// What the older commits hold and compaction could win without them: " Older commits keep 3 MiB of ...", or
-// "" when they hold nothing. Oldest first, since a segment is won when no older commit names it any more.
+// Says which bytes older commits hold that compaction could win without these commits: " Older commits keep 3
+// MiB of ...", or "" when they hold nothing. The oldest commit comes first, since a segment is won when no
+// older commit names it any more.
 std::string Space::DescribeOlderCommits() const {
   std::map<std::uint32_t, std::uint64_t> last_to_name;  // by segment: the id of the newest older commit
   for (const CommitRecord& commit : commits_.kept) {

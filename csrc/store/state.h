@@ -1,5 +1,5 @@
-// The state of a store in memory: its commits, its segments, the index of its rows, and its bytes. The
-// working parts (Appender, Committer, Compactor, Reader, Recovery, Snapshots) share it.
+// Holds the state of a store in memory: its commits, its segments, the index of its rows, and its bytes. The
+// working parts (Appender, Committer, Compactor, Reader, Recovery, Snapshots) share the state.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once

@@ -39,7 +39,7 @@ void Store::Close() {
   Lock lock(mutex_);
   control_.Stop();
   committer_.Stop();
-  queue_.Stop(lock);  // calls that wait for it throw
+  queue_.Stop(lock);  // calls that wait for the queue throw
   snapshots_.Stop();
   lock.unlock();
   const std::lock_guard call(call_);

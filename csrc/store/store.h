@@ -1,6 +1,6 @@
-// The native row store: rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments, with
-// an index in memory and commits that survive crashes. docs/explanation/native_store.md explains the idea,
-// docs/reference/formats.md the bytes.
+// The native row store holds rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments,
+// with an index in memory and commits that survive crashes. docs/explanation/native_store.md explains the
+// idea, and docs/reference/formats.md specifies the bytes.
 //
 // `Store` is the face of parts that each have a header of their own:
 //
@@ -62,7 +62,7 @@ struct StoreCounters {
   bool direct = false;  // IO goes past the page cache
 };
 
-// A list of a table's keys under way.
+// KeyList is a list of a table's keys that is under way.
 struct KeyList {
   explicit KeyList(std::uint32_t of) : table(of) {}
 
@@ -87,8 +87,8 @@ class Store {
   // rows whose places are near one another share a request. A place changes when the row is written or
   // compacted.
   void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
-  // Stores row i (at `rows` + i·row_bytes) under keys[i]; of keys that come twice the last one stays.
-  // `stored` gets the number of rows stored, also when this throws.
+  // Stores row i (at `rows` + i·row_bytes) under keys[i]; of keys that come twice the last row stays.
+  // `stored` gets the number of rows stored, also when Write throws.
   void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
              std::size_t* stored = nullptr);
   // Makes room in a table's index for this many rows, which are about to be written.
@@ -104,7 +104,8 @@ class Store {
   // Returns the scan's next rows; none at the end. Scans take turns.
   std::vector<ScanBatch> Next(Scan& scan);
 
-  // Makes everything written so far durable and returns the commit's id. A tag keeps it until it is dropped.
+  // Makes all rows written so far durable and returns the commit's id. A tag keeps the commit until it is
+  // dropped.
   std::uint64_t Commit(std::string meta, std::string tag);
   // Returns the kept commits, the oldest first.
   std::vector<CommitRecord> Commits();

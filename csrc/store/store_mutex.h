@@ -42,7 +42,7 @@ class StoreMutex : public std::mutex {
     const Waiting waiting(calls_waiting_);
     return Lock(*this);
   }
-  // Takes the mutex after the reads that wait for it. Without this the caller would have the mutex again
+  // Takes the mutex after the reads that wait for it. With a plain lock the caller would have the mutex again
   // before the reads have woken up.
   void LockAfterReads(Lock& lock) {
     for (int i = 0; reads_waiting_ > 0 && i < kYields; ++i) std::this_thread::yield();

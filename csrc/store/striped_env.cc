@@ -81,7 +81,8 @@ StripedEnv::StripedEnv(std::vector<StripeFolder> folders, std::uint32_t stripe_b
                      std::to_string(folders_.size()));
   if (stripe_bytes_ == 0 || stripe_bytes_ % kBlockBytes != 0)
     throw InputError("stripes are whole blocks, not " + std::to_string(stripe_bytes_) + " bytes");
-  for (auto& changed : changed_) changed = true;  // by a process that may have died before a sync
+  // A process that changed the folders may have died before a sync.
+  for (auto& changed : changed_) changed = true;
 }
 
 bool StripedEnv::IsStriped(const std::string& path) const {
@@ -157,7 +158,7 @@ std::unique_ptr<File> StripedEnv::Open(const std::string& path, OpenMode mode, b
       contradicts("does not belong to the part of this segment");
     if (!any) {
       any = header;
-      // Not more than could be there: each part takes a folder.
+      // Each part takes a folder, so there are no more parts than folders.
       parts.resize(header ? std::min<std::size_t>(header->parts, kMostFolders) : 1);
     }
     const std::size_t number = header ? header->part : 0;

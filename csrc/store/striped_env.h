@@ -1,4 +1,5 @@
-// An Env that spreads the segments of a store over several devices, and keeps all other files on the first.
+// StripedEnv is an Env that spreads the segments of a store over several devices, and keeps all other files
+// on the first device.
 //
 // To the store its folders are one directory, the first folder. A segment NNNNNNNN.seg has a part of the same
 // name in each folder that it was striped over (store/striped_file.h); a segment from a time when the store
@@ -29,19 +30,19 @@ class StripedEnv final : public Env {
  public:
   static constexpr std::size_t kMostFolders = 16;
 
-  // `stripe_bytes`: a multiple of all frames, and of Chunk::kBytes for speed. Throws InputError.
+  // `stripe_bytes` is a multiple of all frames, and of Chunk::kBytes for speed. Throws InputError.
   explicit StripedEnv(std::vector<StripeFolder> folders, std::uint32_t stripe_bytes = Chunk::kBytes);
 
   // Throws CorruptError when a part is missing, or is of another file.
   std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override;
-  // Leaves out devices that have no room for their part, unless none has. Segments begin on the devices in
-  // turn.
+  // Leaves out devices that have no room for their part, unless no device has room. Segments begin on the
+  // devices in turn.
   std::unique_ptr<File> Create(const std::string& path, bool direct, std::uint64_t bytes) override;
   bool Exists(const std::string& path) override;
   std::vector<std::string> List(const std::string& directory) override;
   void Rename(const std::string& from, const std::string& to) override;
   void Remove(const std::string& path) override;
-  // For the first folder: syncs all folders in which names have changed, at once.
+  // For the first folder, syncs all folders in which names have changed, at once.
   void SyncDirectory(const std::string& directory) override;
   std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth,
                                               unsigned devices) override;

@@ -97,7 +97,7 @@ void StripedFile::Sync() {
   });
 }
 
-// Of the part's file, when the whole file has `size` bytes.
+// Returns the size of the part's file, when the whole file has `size` bytes.
 std::uint64_t StripedFile::SizeOfPart(std::size_t part, std::uint64_t size) const {
   if (stripe_bytes_ == 0) return size;
   if (size <= kBlockBytes) return kBlockBytes + (part == 0 ? size : 0);

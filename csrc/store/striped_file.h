@@ -1,5 +1,5 @@
-// A segment's file whose bytes are spread over several devices: block 0 is in part 0, and the stripes behind
-// it go to the parts in turn. docs/reference/formats.md specifies the bytes of a part.
+// StripedFile is a segment's file whose bytes are spread over several devices: block 0 is in part 0, and the
+// stripes behind block 0 go to the parts in turn. docs/reference/formats.md specifies the bytes of a part.
 //
 // Stripes are as long as the chunks that a store writes at once, and no record crosses the end of a stripe.
 // So rows that are written together lie on all devices, and so do rows at neighbouring places.
@@ -27,14 +27,14 @@ struct PartHeader {
   std::uint64_t stamp = 0;  // a random number, drawn for the file
 
   Bytes Encode() const;  // kBlockBytes
-  // Returns nothing for a file that is no part: it is whole. Throws CorruptError.
+  // Returns nothing for a file that is no part but whole. Throws CorruptError.
   static std::optional<PartHeader> Decode(std::span<const std::byte> in, const std::string& path);
   bool IsOfOneFile(const PartHeader& other) const {
     return parts == other.parts && stripe_bytes == other.stripe_bytes && stamp == other.stamp;
   }
 };
 
-// The bytes that a part will come to take. They count in a device's sum until they are written.
+// A Promise is the bytes that a part will come to take. They count in a device's sum until they are written.
 class Promise {
  public:
   Promise(std::atomic<std::uint64_t>& sum, std::uint64_t bytes) : sum_(sum), left_(bytes) { sum_ += bytes; }
@@ -61,13 +61,14 @@ class StripedFile final : public File {
     unsigned device;
     std::unique_ptr<Promise> promise = nullptr;  // of a new file
   };
-  // Where a byte is: in which part, at which offset, and how many bytes of the stripe follow with it.
+  // A Place says where a byte is: in which part, at which offset, and how many bytes of the stripe are left
+  // from there on.
   struct Place {
     std::size_t part;
     std::uint64_t offset, left;
   };
 
-  // `stripe_bytes`: 0 for a file that is whole, in one part without a PartHeader.
+  // `stripe_bytes` is 0 for a file that is whole, in one part without a PartHeader.
   StripedFile(std::string path, std::vector<Part> parts, std::uint32_t stripe_bytes);
 
   std::size_t Read(std::uint64_t offset, void* data, std::size_t size) override;

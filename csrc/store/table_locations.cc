@@ -9,7 +9,8 @@ namespace {
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kIdsAtOnce = 1024;
 constexpr std::size_t kPositionsAtOnce = 1 << 16;
-// Rows of a hash index whose parts are longer than any search is (kLongestRun of store/index.cc).
+// A hash index of at least this many rows has parts that are longer than any search (kLongestRun of
+// store/index.cc).
 constexpr std::size_t kLeastParted = TableLocations::kParts << 14;
 constexpr unsigned kSampledRangeBits = 10;  // ids of a full range that are counted: 2^this, or all
 
@@ -66,7 +67,7 @@ void TableLocations::NoteNew(std::uint64_t id) {
   if (const std::uint64_t hash = TableIndex::Permute(id); IsSampled(hash)) NoteSampled(hash);
 }
 
-// Of two neighbours in the hash index one is in the lower half of parts.
+// Of two neighbouring parts of the hash index, one is in the lower half of parts.
 std::size_t TableLocations::PartOf(std::uint64_t id) const {
   if (ranges_.Has(id)) return ranges_.NumberOf(id) % kParts;
   const std::size_t part = TableIndex::Permute(id) * kParts >> 48;
@@ -103,7 +104,8 @@ void TableLocations::NoteSampled(std::uint64_t hash) {
   if (++samples_[number] == LeastSamples()) due_.push_back(number);
 }
 
-// A step of what goes on in the background of calls. Where memory is short the next call tries again.
+// Makes a step of the work that goes on in the background of calls. Where memory is short, the next call
+// tries again.
 void TableLocations::Tidy() try {
   ranges_.WidenAhead();
   if (IsShrinking()) {
@@ -114,7 +116,7 @@ void TableLocations::Tidy() try {
 } catch (const std::bad_alloc&) {
 }
 
-// One that is due, unless the hash index has yet to grow.
+// Makes a range dense that is due, unless the hash index has yet to grow.
 void TableLocations::MakeRangeDense() {
   hash_.GoOnGrowing(kPositionsAtOnce);
   if (hash_.IsGrowing()) return;
@@ -122,7 +124,8 @@ void TableLocations::MakeRangeDense() {
   if (MakeDense(number)) {
     samples_.erase(number);
   } else {
-    samples_[number] = 0;  // ids that were chosen to be counted: it is due when as many came once more
+    // Somebody chose the ids that are counted. The range is due when as many of these ids came once more.
+    samples_[number] = 0;
   }
   due_.pop_back();
   if (!hash_.IsSparse() || (!due_.empty() && ranges_.ranges() % 64 != 0)) return;
@@ -131,7 +134,7 @@ void TableLocations::MakeRangeDense() {
   former_end_ = former_->DumpBegin();
 }
 
-// In descending order, so the smaller index is filled without pushing entries aside.
+// Entries move in descending order, so the smaller index is filled without pushing entries aside.
 void TableLocations::GoOnShrinking(std::size_t entries) {
   TableIndex::Entry entry;
   for (std::size_t i = 0; i < entries && former_->First(former_end_, entry); ++i) {
@@ -168,9 +171,9 @@ bool TableLocations::MakeDense(std::uint64_t number) {
   return true;
 }
 
-// Ranges come first, and new ranges as soon as there are any: of these the list leaves out the ids that the
-// hash index has listed before they left it. When the hash index gets another order, the list of it begins
-// anew, without the ids that the list has by former orders.
+// Ranges come first, and new ranges as soon as there are any. Of new ranges the list leaves out the ids that
+// the hash index listed before they left the hash index. When the hash index gets another order, its list
+// begins anew, without the ids that were listed by former orders.
 bool TableLocations::List(Listing& listing, std::size_t limit, std::vector<std::uint64_t>& ids,
                           std::vector<Location>* locations) {
   if (IsShrinking()) {
@@ -198,7 +201,7 @@ bool TableLocations::List(Listing& listing, std::size_t limit, std::vector<std::
   return true;
 }
 
-// Of the ids from `first` on.
+// Drops ids that were listed already, of the ids from `first` on.
 void TableLocations::DropListed(std::span<const Listing::Order> orders, std::size_t first,
                                 std::vector<std::uint64_t>& ids, std::vector<Location>* locations) {
   if (std::all_of(orders.begin(), orders.end(), [](const auto& order) { return order.at == 0; })) return;

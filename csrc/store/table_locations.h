@@ -1,5 +1,5 @@
 // Holds the locations of one table's rows, in two parts: ids that lie close together in dense ranges
-// (store/dense_ranges.h), all others in a hash index (store/index.h). Both are exact.
+// (store/dense_ranges.h), all other ids in a hash index (store/index.h). Both are exact.
 //
 // New ids come to the hash index. A range of ids becomes dense when a share kDenseShare of its ids is there:
 // from then on the array takes less than entries of the hash index do. One id in 64 is counted to know
@@ -8,9 +8,9 @@
 //
 // IndexForm::dense_from says from how many rows of a table on its ranges become dense: from none
 // (`compact`), never (`hash`), or in between (`auto`). One range becomes dense per call of Put, so that no
-// call takes long. When ranges have left much of the hash index empty, it gives memory back: its entries move
-// to a smaller one, some with every call. Until all have
-// moved there are two.
+// call takes long. When ranges have left much of the hash index empty, the hash index gives memory back: its
+// entries move to a smaller hash index, some with every call. Until all entries have moved there are two hash
+// indexes.
 //
 // Not thread-safe.
 #pragma once
@@ -42,16 +42,16 @@ class TableLocations {
 
   explicit TableLocations(const IndexForm& form) : form_(form), ranges_(form.range_bits) {}
 
-  // These do what TableIndex's do.
+  // These functions do what TableIndex's functions do.
   void Find(const std::uint64_t* ids, std::size_t n, Location* locations) const;
   Location Find(std::uint64_t id) const;
   void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
   Location Put(std::uint64_t id, Location location);
-  // Makes room for so many rows, which are about to be put.
+  // Makes room for this many rows, which are about to be put.
   void Reserve(std::size_t rows);
 
-  // A list of all ids, in steps. Ids that were there at its start come once, whatever is put between two
-  // steps. Ids that are put later may come, once.
+  // A Listing lists all ids, in steps. Ids that were there at its start come once, whatever is put between
+  // two steps. Ids that are put later may come, once.
   class Listing {
     friend class TableLocations;
 
@@ -65,7 +65,8 @@ class TableLocations {
     std::vector<Order> orders_;  // the present order comes last
     std::uint64_t range_at_ = 0;
   };
-  // Appends at most `limit` of the list's next ids with their locations, perhaps none; false at the end.
+  // Appends at most `limit` of the list's next ids with their locations, perhaps none. Returns false at the
+  // end.
   bool List(Listing& listing, std::size_t limit, std::vector<std::uint64_t>& ids,
             std::vector<Location>* locations);
 
@@ -88,7 +89,7 @@ class TableLocations {
   // Sets the location of an id that is there, or that IsDense: its caller then counts it in ranges().
   void Replace(std::uint64_t id, Location location);
 
-  // Moves so many entries to the smaller hash index, while IsShrinking. hash() then lacks entries. Throws
+  // Moves this many entries to the smaller hash index, while IsShrinking. hash() then lacks entries. Throws
   // std::bad_alloc.
   bool IsShrinking() const { return former_ != nullptr; }
   void GoOnShrinking(std::size_t entries = kEntriesAtOnce);

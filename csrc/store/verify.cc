@@ -19,17 +19,19 @@ namespace {
 
 constexpr std::size_t kSegmentsAtOnce = 16;  // as many as threads are, at most
 
-// The saved index, and how many of its entries point to each segment and were found there.
+// SavedIndex is the saved index, and counts how many of its entries point to each segment and were found
+// there.
 class SavedIndex {
  public:
-  // Returns nullptr when there is none; reports damage.
+  // Returns nullptr when there is no saved index, and reports damage.
   static std::unique_ptr<SavedIndex> Load(const VerifyContext& context, const Manifest& manifest);
 
-  // A record of a segment that is wholly read.
+  // Compares a record of a segment, all of whose records are visited.
   void Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key);
   // Reports entries that differ from the intact segment `number`.
   void Compare(const VerifyContext& context, const NamedSegment& segment);
-  // When all segments are read: reports rows that the index leaves to later records, of which there are none.
+  // Reports rows that the index leaves to later records, if there are no later records. Call it when all
+  // segments are read.
   void CompareChanged(const VerifyContext& context) const;
 
  private:
@@ -40,7 +42,7 @@ class SavedIndex {
     std::uint64_t unknown = 0;  // records that the index does not have
   };
 
-  // kChanged, as an index can hold it.
+  // An index holds this location in place of kChanged.
   static constexpr Location kInLaterRecord = TableIndex::kMaxLocation;
 
   bool ReadTables(const SnapshotReader& reader, const VerifyContext& context);
@@ -48,7 +50,7 @@ class SavedIndex {
 
   std::map<std::uint32_t, Tally> segments_;  // by number
   std::vector<std::uint64_t> changed_;       // keys of rows with later records; sorted
-  std::vector<std::uint8_t> seen_;           // of each, whether there is one
+  std::vector<std::uint8_t> seen_;           // of each key, whether a later record was visited
   std::map<std::uint32_t, std::unique_ptr<TableLocations>> tables_;
 };
 
@@ -144,7 +146,7 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
                             slot < row_class->segments[ordinal].slots &&
                             row_class->segments[ordinal].number != 0;
         if (!exists) {
-          Report(context, kSnapshotName, 0, size, "the saved index points to where nothing is");
+          Report(context, kSnapshotName, 0, size, "the saved index points to places that have no record");
           return false;
         }
         ++segments_[row_class->segments[ordinal].number].entries;
@@ -197,10 +199,10 @@ void SavedIndex::CompareChanged(const VerifyContext& context) const {
   const auto unseen = std::count(seen_.begin(), seen_.end(), 0);
   if (unseen == 0 || context.report.findings_total > 0) return;
   Report(context, kSnapshotName, 0, 0,
-         "the saved index leaves " + std::to_string(unseen) + " rows to later records, which are nowhere");
+         "the saved index leaves " + std::to_string(unseen) + " rows to later records that do not exist");
 }
 
-// Segments that kept commits name, by number.
+// Returns the segments that kept commits name, by number.
 std::map<std::uint32_t, NamedSegment> SegmentsOf(const Manifest& manifest) {
   std::map<std::uint32_t, NamedSegment> named;
   for (const CommitRecord& commit : manifest.commits) {
@@ -223,7 +225,7 @@ void VerifySegment(const VerifyContext& context, const NamedSegment& segment, Sa
   if (intact && index != nullptr) index->Compare(context, segment);
 }
 
-// Several segments at a time. The findings come in the order of the segments' numbers.
+// Verifies several segments at a time. The findings come in the order of the segments' numbers.
 void VerifySegments(const VerifyContext& context, const std::map<std::uint32_t, NamedSegment>& named,
                     SavedIndex* index) {
   std::vector<const NamedSegment*> segments;
@@ -257,7 +259,7 @@ std::uint64_t SizeOf(Env& env, const std::string& path) {
   try {
     return env.Exists(path) ? env.Open(path, OpenMode::kRead, false)->Size() : 0;
   } catch (const std::runtime_error&) {
-    return 0;  // met again, and reported, when it is read
+    return 0;  // reading the file will meet and report the error
   }
 }
 
@@ -267,12 +269,12 @@ std::optional<Manifest> LoadManifest(const VerifyContext& context, bool has_segm
   };
   try {
     auto manifest = Manifest::Load(context.env, context.directory);
-    if (!manifest && has_segments) lost("is missing, though there are segments");
+    if (!manifest && has_segments) lost("the file is missing, though there are segments");
     if (!manifest) return std::nullopt;
     const auto later = [](const CommitRecord& a, const CommitRecord& b) { return a.id >= b.id; };
     if (std::adjacent_find(manifest->commits.begin(), manifest->commits.end(), later) !=
         manifest->commits.end())
-      lost("its commits are not in order");
+      lost("the commits of the manifest are not in order");
     return manifest;
   } catch (const CorruptError& error) {
     lost(error.what());

@@ -1,4 +1,4 @@
-// Verification: reads every byte that a kept commit or the saved index has on disk, and names damaged bytes.
+// Verification reads every byte that a kept commit or the saved index has on disk, and names damaged bytes.
 //
 // Verification changes nothing and needs no open store. It reads past the page cache. It takes 4 MiB and a
 // footer per thread, and the saved index (up to 12 bytes per row) where there is one.

@@ -14,7 +14,7 @@ bool IsZero(const std::byte* data, std::size_t size) {
   return std::all_of(data, data + size, [](std::byte byte) { return byte == std::byte{0}; });
 }
 
-// Whether most of the bytes that are not zero in `expected` are in `found`, too.
+// Returns whether most of the bytes that are not zero in `expected` are in `found`, too.
 bool IsMostly(const Bytes& found, const Bytes& expected) {
   std::size_t total = 0, same = 0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -78,7 +78,8 @@ bool SegmentVerifier::OpenAndReadHeader() {
     return false;
   }
   if (header_.store != context_.store || header_.number != named_.number) {
-    context_.Add(Describe(0, kSegmentHeaderBytes, "belongs to another store or is another segment", 0, true));
+    context_.Add(
+        Describe(0, kSegmentHeaderBytes, "the file belongs to another store or is another segment", 0, true));
     return false;
   }
   const std::size_t used = 8 + 6 * 4 + header_.store.size() + 4;
@@ -132,27 +133,27 @@ void SegmentVerifier::VerifyChunk(std::uint32_t first, std::uint32_t last, std::
     if (geometry_.EndOffset(last) <= offset + got)
       VerifyEndOfLastBlock(buffer_.data(), offset);
     else if (begin <= offset + got)
-      Damaged(last - 1, "the file ends within its block");
+      Damaged(last - 1, "the file ends within the record's block");
   }
 }
 
-// Why a record is damaged, or nullptr.
+// Returns why a record is damaged, or nullptr.
 const char* SegmentVerifier::CheckRecord(std::uint32_t slot, const std::byte* data) {
   if (!RecordIsIntact(data, slot, geometry_, crc_prefix_)) return "checksum mismatch";
   const RecordHeader record = LoadRecordHeader(data);
   CompareFooter(slot, record);
   if (record.epoch == 0) {
     if (record.key != 0 || !IsZero(data + sizeof record, geometry_.record_bytes - sizeof record))
-      return "a void that holds data";
+      return "the record is a void that holds data";
     ++context_.report.voids;
     return nullptr;
   }
   if (header_.relocated ? record.epoch >= context_.next_segment : record.epoch != header_.number)
-    return "it has an impossible epoch";
+    return "the record has an impossible epoch";
   if (!context_.row_bytes.empty()) {
     const auto table = context_.row_bytes.find(KeyTable(record.key));
-    if (table == context_.row_bytes.end()) return "it is of a table that the store does not have";
-    if (table->second != header_.row_bytes) return "it is of a table with other row_bytes";
+    if (table == context_.row_bytes.end()) return "the record is of a table that the store does not have";
+    if (table->second != header_.row_bytes) return "the record is of a table with other row_bytes";
   }
   ++context_.report.records;
   visit_(header_.row_bytes, slot, record.key);
@@ -163,8 +164,8 @@ void SegmentVerifier::VerifyGap(std::uint64_t begin, std::uint64_t end, const st
   if (!IsZero(data, end - begin)) Harmless(begin, end - begin, "unused bytes that should be zero are not");
 }
 
-// The records that begin in the last committed block, behind the last committed one, are voids, or were never
-// written; they may be cut off by the end of the block.
+// Records that begin in the last committed block, behind the last committed record, are voids or were never
+// written. The end of the block may cut them off.
 void SegmentVerifier::VerifyEndOfLastBlock(const std::byte* data, std::uint64_t begin) {
   const std::uint64_t end = geometry_.EndOffset(named_.slots);
   std::uint64_t at = geometry_.Offset(named_.slots - 1) + geometry_.record_bytes;
@@ -215,7 +216,7 @@ void SegmentVerifier::VerifyFooter() {
       Harmless(begin, expected.size(), "unused bytes of the footer that should be zero are not");
     return;
   }
-  // Behind the committed slots there is a footer, or what was never committed, whose size may be the same.
+  // Behind the committed slots there is a footer, or bytes of the same size that were never committed.
   for (std::uint32_t version = kOldestFooterVersion; version <= kFooterVersion; ++version) {
     const Bytes expected = expected_.Encode(header_, version);
     if (!named_.sealed || file_bytes_ - end != expected.size()) continue;
@@ -225,7 +226,7 @@ void SegmentVerifier::VerifyFooter() {
   }
 }
 
-// The bytes at `offset`, a block boundary: fewer than `size` at the end of the file.
+// Returns the bytes at `offset`, a block boundary; they are fewer than `size` at the end of the file.
 Bytes SegmentVerifier::ReadAt(std::uint64_t offset, std::size_t size) {
   AlignedBuffer buffer(size);
   const std::size_t got = std::min(size, file_->Read(offset, buffer.data(), buffer.size()));
@@ -269,7 +270,7 @@ void SegmentVerifier::FlushDamaged() {
   damaged_count_ = 0;
 }
 
-// `slot`: the first one concerned.
+// `slot` is the first slot that the finding is about.
 Finding SegmentVerifier::Describe(std::uint64_t offset, std::uint64_t bytes, std::string what,
                                   std::uint32_t slot, bool lost) const {
   Finding finding{SegmentName(named_.number), offset, bytes, std::move(what), lost, {}, {}, {}};

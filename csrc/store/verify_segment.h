@@ -35,7 +35,7 @@ struct VerifyContext {
   std::function<void(std::uint64_t)> advance;  // called with the number of further bytes read
 
   void Add(Finding finding) const;
-  // Adds what was found in a segment.
+  // Adds the findings and counts of a segment.
   void Merge(VerifyReport part) const;
 };
 

@@ -36,7 +36,7 @@ Victim VictimPicker::Pick(const Survey& survey) const {
   const bool much_garbage =
       demand.all ? survey.dead * 10 > survey.live + survey.dead : survey.dead > survey.tolerated;
   if (!much_garbage) return {};
-  // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
+  // Relocating from a segment that a commit keeps takes space now, which a later commit gives back.
   const SegmentPtr sparsest = survey.free < 2 * survey.unit ? nullptr : PickSparse(/*unpinned=*/false);
   if (sparsest != nullptr && LastingShare(*sparsest) <= 0.9) return {sparsest, false};
   return {PickSparse(/*unpinned=*/true), false};
@@ -69,14 +69,14 @@ SegmentPtr VictimPicker::PickSparse(bool unpinned, const RowClass* only) const {
   return best;
 }
 
-// Once its needed rows are copied the segment can go, without another commit.
+// Returns whether the segment can go without another commit once its needed rows are copied.
 bool VictimPicker::MayRelease(const Segment& segment) const {
   if (segment.pins == 0) return true;
   const bool whole = segment.relocated || segment.committed_slots == segment.slots;
   return segment.pins == 1 && segment.in_last_commit && whole && committer_.CanRenew();
 }
 
-// There is room for copies of this many of its rows.
+// Returns whether there is room for copies of this many of the victim's rows.
 bool VictimPicker::CanRelocate(const Segment& victim, std::uint32_t rows) const {
   const RowClass& row_class = *victim.row_class;
   std::uint64_t bytes = 0, ordinals = 0;

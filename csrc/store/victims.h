@@ -16,7 +16,7 @@ struct Victim {
   SegmentPtr segment;      // nullptr when there is nothing to win
   bool with_kept = false;  // copy rows that only the last commit needs, too
 
-  // Rows that are still to be copied.
+  // Returns the number of rows that are still to be copied.
   std::uint32_t Left() const { return with_kept ? segment->Needed() : segment->live; }
 };
 

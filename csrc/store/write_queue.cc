@@ -9,8 +9,8 @@
 namespace tierstore {
 
 namespace {
-// Bytes that a thread writes between two times that it takes the mutex, whose holder may keep it for as long
-// as a few of these writes take: the device must not wait for that.
+// A thread writes this many bytes between two times that it takes the mutex. The mutex may be held as long as
+// a few of these writes take, and the device must not wait that long.
 constexpr std::size_t kBytesPerTurn = 4 << 20;
 constexpr std::size_t kPacedBytes = 256 << 10;  // of one write beside reads
 }  // namespace
@@ -92,7 +92,7 @@ void WriteQueue::Stop(Lock& lock) {
   tasks_.clear();
 }
 
-// The next tasks for one thread of the device; none while writes fail.
+// Returns the next tasks for one thread of the device, and none while writes fail.
 std::vector<WriteQueue::Task*> WriteQueue::TakeTurn(unsigned device) {
   std::vector<Task*> turn;
   std::size_t bytes = 0;
@@ -126,8 +126,8 @@ void WriteQueue::Run(unsigned device) {
     }
     for (; !tasks_.empty() && tasks_.front().state == Task::State::kDone; tasks_.pop_front())
       Finish(tasks_.front());
-    // When the other thread has failed meanwhile, that was told; what this one could not write is tried
-    // again.
+    // When the other thread has failed meanwhile, its error was reported, and the tasks that this thread
+    // could not write are tried again.
     if (error != nullptr && failures == failures_) {
       ++failures_;
       paused_ = true;
@@ -137,7 +137,7 @@ void WriteQueue::Run(unsigned device) {
   }
 }
 
-// Without the mutex. Beside reads the threads of a device write in turns.
+// Call it without the mutex. Beside reads the threads of a device write in turns.
 void WriteQueue::WriteOut(const Task& task) {
   const std::byte* bytes = task.chunk->buffer.data();
   AlignedBuffer encoded;
@@ -176,7 +176,7 @@ void WriteQueue::Close(const SegmentPtr& segment, const std::shared_ptr<Chunk>& 
 }
 
 void WriteQueue::ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<Chunk>& held) {
-  const std::shared_ptr<Chunk> chunk = held;  // `held` may be what is erased
+  const std::shared_ptr<Chunk> chunk = held;  // `held` may be the element that is erased
   if (!chunk->last || chunk->written != chunk->queued) return;
   std::erase(segment->chunks, chunk);
   if (chunk->pooled) {

@@ -1,5 +1,5 @@
-// The background writer: two threads for each device that write chunks to their files, so that the device
-// always has a next write. Chunks leave memory in the order in which they were queued.
+// The write queue has two threads for each device that write chunks to their files, so that the device always
+// has a next write. Chunks leave memory in the order in which they were queued.
 //
 // The queue shares the store's mutex: every function is called with the mutex held; a function with a `Lock&`
 // releases the mutex while it waits. When a write fails no new write begins. ThrowPending hands the error to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -172,3 +173,44 @@ def test_ctrl_c_within_torchs_native_code_while_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "native import of" in done.stdout
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_ctrl_c_within_llvms_callback_while_numba_compiles() -> None:
+    """Python prints and drops an exception that is raised there."""
+    code = (
+        "import signal, sys\n"
+        "from tierstore.cli import inspect\n"
+        "from tierstore.cli.main import main\n"
+        "def interrupt(frame, event, _):\n"
+        "    if event == 'call' and 'object_cache_notify' in frame.f_code.co_name:\n"
+        "        sys.setprofile(None)\n"
+        "        print('called back', flush=True)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "def run(args):\n"
+        "    import numba\n"
+        "    sys.setprofile(interrupt)\n"
+        "    numba.njit(lambda x: x + 1)(1)\n"
+        "    print('went on')\n"
+        "inspect.run = run\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main(['inspect', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("called back\n", "interrupted\n", 130)
+
+
+def test_ctrl_c_elsewhere_raises_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    monkeypatch.setattr(inspect, "run", run)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["inspect", "x"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "interrupted\n"

@@ -17,6 +17,7 @@ from importlib import import_module
 import tierstore
 from tierstore.cli.arguments import check_arguments
 from tierstore.cli.ranks import complain, own_rank
+from tierstore.cli.whole_compile import WholeCompile
 from tierstore.cli.whole_import import WholeImport
 from tierstore.errors import TierStoreError
 from tierstore.trace.columns import ColumnsNeeded
@@ -53,11 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, WholeImport("torch"))
     try:
-        args = _parsed(argv)
-        check_arguments(args)
-        code = int(args.run(args))
-        sys.stdout.flush()
-        return code
+        with WholeCompile():
+            args = _parsed(argv)
+            check_arguments(args)
+            code = int(args.run(args))
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         complain("interrupted")
         return EXIT_INTERRUPTED

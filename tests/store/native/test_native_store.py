@@ -179,7 +179,7 @@ def test_segments_without_manifest_are_left_alone(opened, tmp_path):
     store.commit(b"")
     store.close()
     (tmp_path / "MANIFEST").unlink()
-    with pytest.raises(StoreCorruptError, match="MANIFEST: is missing"):
+    with pytest.raises(StoreCorruptError, match="MANIFEST: the file is missing"):
         opened()
     assert list(tmp_path.glob("*.seg"))
 

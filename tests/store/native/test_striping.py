@@ -235,7 +235,7 @@ def test_a_part_that_is_cut_off(stored):
     data = stored.contents("more/00000001.seg")
     stored.set_contents("more/00000001.seg", data[: len(data) // 2])
     env = striped([stored] * 3)
-    with pytest.raises(StoreCorruptError, match=r"00000001.seg: is cut off at \d+ bytes"):
+    with pytest.raises(StoreCorruptError, match=r"00000001.seg: the file is cut off at \d+ bytes"):
         open_on(env)
     assert len(_core.verify_store("disk", {0: 16, 1: 272}, None, env).findings) > 0
 
