@@ -384,7 +384,7 @@ def _digest(parts: list[Any]) -> str:
                 add_plain(reached)
 
     def add_plain(value: Any) -> None:
-        if isinstance(
+        if value is not None and isinstance(  # which is slow for numba's class, and most are None
             value, (Dispatcher, pytypes.FunctionType, int, float, str, tuple, np.generic, np.ndarray)
         ):
             add(value)
