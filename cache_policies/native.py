@@ -379,7 +379,7 @@ def _digest(parts: list[Any]) -> str:
             reached = function.__globals__.get(name)
             if isinstance(reached, pytypes.ModuleType):
                 for attribute in code.co_names:
-                    add_plain(getattr(reached, attribute, None))
+                    add_plain(vars(reached).get(attribute))
             else:
                 add_plain(reached)
 
