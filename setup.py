@@ -17,7 +17,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 # What every file begins with, compiled once.
-STANDARD = "csrc/standard.h"
+STANDARD = "csrc/common/standard.h"
 # By the seconds of a compiler for a file: the longest are begun first, so that no core is idle at the end.
 LONGEST_FIRST = ["csrc/kernels/update_", "csrc/bindings/", "csrc/kernels/"]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
