@@ -47,8 +47,10 @@ class BuildCore(build_ext):
         compiled = header.with_suffix(".h.gch")
         if not compiled.exists() or is_older(str(compiled), STANDARD):
             shutil.copy(STANDARD, header)  # for compilers that do not find what was compiled
+            made = compiled.with_suffix(".made")
             command = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args]
-            self.spawn([*command, "-x", "c++-header", str(header), "-o", str(compiled)])
+            self.spawn([*command, "-x", "c++-header", str(header), "-o", str(made)])
+            made.rename(compiled)
         ext.extra_compile_args += ["-include", str(header)]
         super().build_extension(ext)
 
