@@ -29,6 +29,9 @@ INSTALLED := $(VENV)/installed-torch-$(TORCH)
 PACKAGES := $(VENV)/packages-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
+# Python keeps what it compiled, whatever the environment says: hundreds of tests start an interpreter.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: gpu-build gpu-check gpu-bench
 .PHONY: demo test lint format docs wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
 .DELETE_ON_ERROR:
@@ -38,8 +41,7 @@ demo: $(INSTALLED)
 	$(BIN)/tierstore train --data flights --hbm 1/37 --store demo-out/store --policy lookahead --depth auto \
 	  --epochs 1 --compare in-memory --json demo-out/result.json $(ARGS)
 
-# A file's tests run in one process, in their order. Hundreds of them start an interpreter, which need not compile our
-# modules each time, wherever the environment keeps it from writing what it compiled.
+# A file's tests run in one process, in their order. Our modules are compiled before: all processes begin with them.
 test: $(TESTABLE)
 	$(BIN)/python -m compileall -q tierstore cache_policies bench
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
@@ -170,12 +172,17 @@ PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
 endif
 # Frameworks that tests train with, without the servers, hubs and the second copy of Lightning that they ask for.
 FRAMEWORKS := lightning==2.6.6 accelerate==1.15.0
+# What tests import first, of packages that have twice as much code: Python compiles what is imported, where pip would
+# compile all. Several processes that began with them would each compile them.
+IMPORTED := lightning, matplotlib.pyplot, pandas, pyarrow.parquet, scipy.stats, sklearn.metrics, torchmetrics, \
+  torchrec, torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.run
 # Everything that tests and linters use but tierstore, which a compiler can work on meanwhile.
 $(PACKAGES): $(VENV)/created pyproject.toml
 	@echo "Installing torch $(TORCH) and other packages in $(VENV): a minute or two, mostly downloads."
-	$(PIP) install --quiet "torch==$(TORCH)" $$($(BIN)/python .ci/requirements.py plot data test lint docs) tensordict \
-	  pyre-extensions torchmetrics==1.0.3 tqdm lightning-utilities fsspec
-	$(PIP) install --quiet --no-deps $(PEERS) $(FRAMEWORKS)
+	$(PIP) install --quiet --no-compile "torch==$(TORCH)" tensordict pyre-extensions torchmetrics==1.0.3 tqdm \
+	  lightning-utilities fsspec $$($(BIN)/python .ci/requirements.py plot data test lint docs)
+	$(PIP) install --quiet --no-compile --no-deps $(PEERS) $(FRAMEWORKS)
+	$(BIN)/python -W ignore -c 'import $(IMPORTED)'
 	@rm -f $(OTHERS) && touch $@
 
 $(TESTABLE): $(PACKAGES) setup.py $(CSRC)

@@ -5,21 +5,21 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
+# What every file begins with, compiled once.
+STANDARD = "csrc/common/standard.h"
 # By the seconds of a compiler for a file: the longest are begun first, so that no core is idle at the end.
-LONGEST_FIRST = ["csrc/kernels/update_", "csrc/kernels/", "csrc/bindings/"]
-SOURCES = sorted(
-    (str(path) for path in Path("csrc").rglob("*.cc") if "tests" not in path.parts),
-    key=lambda name: ([not name.startswith(first) for first in LONGEST_FIRST], name),
-)
+LONGEST_FIRST = ["csrc/kernels/update_", "csrc/bindings/", "csrc/kernels/"]
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 # What tierstore/cuda/source.py reads.
 KERNELS = ["cuda/args.h", "cuda/*.cu", "cuda/*.cuh", "cuda/nvrtc/*"]
@@ -41,6 +41,19 @@ class BuildCore(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at a time
             super().run()
 
+    def build_extension(self, ext: Any) -> None:
+        """Compile the headers of the standard library first, with the flags of the files that use them."""
+        header = Path(self.build_temp, Path(STANDARD).name)
+        compiled = header.with_suffix(".h.gch")
+        if not compiled.exists() or is_older(str(compiled), STANDARD):
+            shutil.copy(STANDARD, header)  # for compilers that do not find what was compiled
+            made = compiled.with_suffix(".made")
+            command = [*self.compiler.compiler_so_cxx, *ext.extra_compile_args]
+            self.spawn([*command, "-x", "c++-header", str(header), "-o", str(made)])
+            made.rename(compiled)
+        ext.extra_compile_args += ["-include", str(header)]
+        super().build_extension(ext)
+
 
 @functools.cache
 def included(name: str) -> frozenset[str]:
@@ -50,18 +63,37 @@ def included(name: str) -> frozenset[str]:
     return frozenset({name}).union(*(included(each) for each in found if Path(each).exists()))
 
 
+def sources() -> list[str]:
+    """Return the files to compile: all but those that another one includes, as those of bindings."""
+    found = {str(path) for path in Path("csrc").rglob("*.cc") if "tests" not in path.parts}
+    return sorted(found - {part for name in found for part in included(name) if part != name})
+
+
 def is_older(compiled: str, source: str) -> bool:
     """Return whether an object is older than its source, a file that it includes, or the flags in this
     file."""
     made = os.stat(compiled).st_mtime
-    return any(os.stat(name).st_mtime >= made for name in (*included(source), __file__))
+    return any(os.stat(name).st_mtime >= made for name in (*included(source), STANDARD, __file__))
 
 
-ParallelCompile("TIERSTORE_BUILD_JOBS", needs_recompile=is_older).install()
+class CompileLongestFirst(ParallelCompile):
+    """Compiles files in parallel, in an order of its own: setuptools sorts them by name."""
+
+    def function(self) -> Any:
+        compile_all = super().function()
+
+        def compile_in_order(compiler: Any, files: list[str], *args: Any, **options: Any) -> Any:
+            files = sorted(files, key=lambda name: [not name.startswith(first) for first in LONGEST_FIRST])
+            return compile_all(compiler, files, *args, **options)
+
+        return compile_in_order
+
+
+CompileLongestFirst("TIERSTORE_BUILD_JOBS", needs_recompile=is_older).install()
 
 core = Pybind11Extension(
     "tierstore._core",
-    SOURCES,
+    sources(),
     depends=HEADERS,
     include_dirs=["csrc"],
     cxx_std=20,

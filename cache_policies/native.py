@@ -379,12 +379,12 @@ def _digest(parts: list[Any]) -> str:
             reached = function.__globals__.get(name)
             if isinstance(reached, pytypes.ModuleType):
                 for attribute in code.co_names:
-                    add_plain(getattr(reached, attribute, None))
+                    add_plain(vars(reached).get(attribute))
             else:
                 add_plain(reached)
 
     def add_plain(value: Any) -> None:
-        if isinstance(
+        if value is not None and isinstance(  # which is slow for numba's class, and most are None
             value, (Dispatcher, pytypes.FunctionType, int, float, str, tuple, np.generic, np.ndarray)
         ):
             add(value)

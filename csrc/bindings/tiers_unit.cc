@@ -1,0 +1,8 @@
+// Bindings of tiers and of lookups in them, compiled as one file (rows_unit.cc).
+#include "bindings/cache.cc"
+#include "bindings/keyed.cc"
+#include "bindings/shared_offsets.cc"
+#include "bindings/slot_marks.cc"
+#include "bindings/tier.cc"
+#include "bindings/tier_forward.cc"
+#include "bindings/uses.cc"
