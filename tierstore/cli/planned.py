@@ -226,21 +226,28 @@ class Predicted:
         predicted = "" if sent is None else format_bytes(sent)
         grid.add_row("bytes that ranks exchange", predicted, format_bytes(int(self.exchange_bytes)))
         console.print(grid)
-        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        grid.add_column("table", overflow="fold")
-        read = any(line.reads or line.predicted_reads for line in self.tables)
-        titles = ["rank", "rows, predicted", "measured", "misses of hbm, predicted", "measured", "new"]
-        for title in titles + ["reads of ssd, predicted", "measured"] * read:
-            grid.add_column(title, justify="right")
-        for line in self.tables[:_MOST_LINES]:
-            figures = [line.predicted_rows, line.rows, line.predicted_misses, line.misses, line.new]
-            figures += [line.predicted_reads, line.reads] * read
-            grid.add_row(line.table, str(line.rank), *map(_count, figures))
-        console.print(grid)
+        misses = "rows, predicted", "measured", "misses of hbm, predicted", "measured", "new"
+        console.print(self._grid(misses, "predicted_rows", "rows", "predicted_misses", "misses", "new"))
+        if any(line.reads or line.predicted_reads for line in self.tables):
+            reads = "reads of ssd, predicted", "measured"
+            console.print(self._grid(reads, "predicted_reads", "reads"))
         if len(self.tables) > _MOST_LINES:
             console.print(f"... and {len(self.tables) - _MOST_LINES} more (--json has all)")
         for remark in self._remarks():
             console.print(remark)
+
+    def _grid(self, titles: Sequence[str], *fields: str) -> Any:
+        """Return a table of ``fields`` of each line."""
+        from rich import box
+        from rich.table import Table
+
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        grid.add_column("table", overflow="fold")
+        for title in ("rank", *titles):
+            grid.add_column(title, justify="right")
+        for line in self.tables[:_MOST_LINES]:
+            grid.add_row(line.table, str(line.rank), *(_count(getattr(line, name)) for name in fields))
+        return grid
 
     def _remarks(self) -> list[str]:
         plan, lines = self.plan, [f"measured: means over the last {self.batches:,} batches"]
