@@ -181,15 +181,15 @@ def test_the_window_covers_five_times_the_cache():
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])
 def test_a_steady_curve_has_the_misses_of_the_second_half(policy):
-    batches = np.split(skewed()[:100_000], 50)
+    batches = np.split(skewed()[:50_000], 100)
     trace = prepare(batches)
     found = steady_curve(trace, policy, depth=2, window=4)
     assert found["sizes_rows"][0] == 3 * trace.largest_batch
     assert found["sizes_rows"][-1] == trace.footprint
-    new = trace.footprint - prepare(batches[:25]).footprint
-    uniques = sum(np.unique(batch).size for batch in batches[25:])
+    new = trace.footprint - prepare(batches[:50]).footprint
+    uniques = sum(np.unique(batch).size for batch in batches[50:])
     for size, misses, capacity in zip(*found.values(), strict=True):
-        runs = [simulate(batches[:count], policy, size, depth=2, window=4) for count in (25, 50)]
+        runs = [simulate(batches[:count], policy, size, depth=2, window=4) for count in (50, 100)]
         counted = runs[1].misses - runs[0].misses
         assert misses == pytest.approx(counted / uniques, abs=0.003), "the first half knows what follows"
         assert capacity == pytest.approx(misses - new / uniques)
