@@ -96,6 +96,7 @@ def test_ranks_miss_what_was_predicted(tmp_path):
     for line in measured.values():
         assert line["predicted_misses"] == pytest.approx(line["misses"])
         assert line["predicted_rows"] == pytest.approx(line["rows"])
+        assert line["predicted_reads"] == pytest.approx(line["reads"])
     assert sum(line["misses"] - line["new"] for line in measured.values()) > 5
     assert report["simulated"]["policy"] == "lookahead"
 
