@@ -4,7 +4,7 @@ only.
 
 from cache_policies.admission import Admission, get_admission
 from cache_policies.check import check
-from cache_policies.curves import Point, miss_curves, window_for
+from cache_policies.curves import Point, miss_curves, steady_curve, window_for
 from cache_policies.errors import PolicyError
 from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
@@ -34,5 +34,6 @@ __all__ = [
     "prepare_flat",
     "register",
     "simulate",
+    "steady_curve",
     "window_for",
 ]

@@ -14,7 +14,7 @@ from cache_policies import registry
 from cache_policies.admission import Admission
 from cache_policies.errors import PolicyError
 from cache_policies.policy import Policy
-from cache_policies.prepared import PreparedTrace, prepare
+from cache_policies.prepared import PreparedTrace, first_batches, prepare
 from cache_policies.reuse import sample
 from cache_policies.simulation import Simulation
 from cache_policies.simulator import simulate
@@ -23,6 +23,8 @@ from cache_policies.simulator import simulate
 EXACT_USES = 800_000_000
 #: Fewer sampled rows than this make a curve uncertain by more than about .01.
 FEWEST_ROWS = 20_000
+#: Sizes of a steady curve.
+STEADY_SIZES = 12
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,37 @@ def miss_curves(
             pool.shutdown(cancel_futures=True)
             raise
     return [results[i] for i in range(len(runs))]
+
+
+def steady_curve(
+    trace: PreparedTrace,
+    policy: str | Policy | type[Policy],
+    *,
+    rate: float | None = None,
+    depth: int = 1,
+    window: int | str = "auto",
+) -> dict[str, list[float]]:
+    """Return the misses of ``policy`` per unique row of a batch in the second half of the batches: a table of
+    what ``tierstore plan --stats`` reads, but for the figures of a batch.
+
+    Uses of the first half fill the memory. The least of the sizes holds the rows of ``depth`` + 1 batches,
+    or half of the rows if these are fewer. The largest holds all rows.
+    """
+    floor = max(1, min((depth + 1) * trace.largest_batch, trace.footprint // 2))
+    sizes = np.unique(
+        np.geomspace(floor, max(floor, trace.footprint), STEADY_SIZES).astype(np.int64)
+    ).tolist()
+    rate = auto_rate(trace, 2 * len(sizes)) if rate is None else rate
+    halves = first_batches(trace, (trace.batches + 1) // 2 if trace.batches > 1 else 0), trace
+    both = [miss_curves(part, [policy], sizes, rate=rate, depth=depth, window=window) for part in halves]
+    uniques = max(1, trace.uniques - halves[0].uniques)
+    misses = np.array([end.misses - middle.misses for middle, end in zip(*both, strict=True)])
+    capacity = misses - [end.footprint - middle.footprint for middle, end in zip(*both, strict=True)]
+    return {
+        "sizes_rows": sizes,
+        "unique_miss_ratio": np.clip(misses / uniques, 0, 1).tolist(),
+        "capacity_miss_ratio": np.clip(capacity / uniques, 0, 1).tolist(),
+    }
 
 
 def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, max_window: int = 256) -> int:

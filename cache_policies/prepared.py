@@ -99,6 +99,17 @@ def select(trace: PreparedTrace, chosen: np.ndarray) -> PreparedTrace:
     return _part(trace, positions, number[trace.rows[positions]], trace.keys[chosen])
 
 
+def first_batches(trace: PreparedTrace, batches: int) -> PreparedTrace:
+    """Return the trace of the first batches. Rows keep their next use, which may be in a later batch."""
+    single = not trace.offsets.size
+    end = batches if single else int(trace.offsets[batches])
+    rows = trace.rows[:end]
+    keys = trace.keys[: int(rows.max(initial=-1)) + 1]  # rows are numbered by first use
+    return PreparedTrace(
+        rows, trace.uses[:end], trace.next_batch[:end], trace.offsets[: 0 if single else batches + 1], keys
+    )
+
+
 def split(trace: PreparedTrace, group: np.ndarray, groups: int) -> Iterator[PreparedTrace]:
     """Return the traces of each group of rows alone: ``group`` is 0 to ``groups`` - 1 per row."""
     uses = np.argsort(group[trace.rows], kind="stable")

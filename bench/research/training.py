@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
-from cache_policies import prepare
-from cache_policies.simulator import simulate
+from cache_policies import prepare, steady_curve
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
 from tierstore.planner import TableSpec, Topology, costs
 from tierstore.planner.tables import spec_of_config
@@ -109,24 +108,20 @@ class Data:
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
-        result = {}
         record = [self.ids(step) for step in range(_RECORDED)]
-        for i, config in enumerate(self.case.configs):
-            trace = prepare([ids[i] for ids in record])
-            half = prepare([ids[i] for ids in record[: _RECORDED // 2]])
-            floor = min((DEPTH + 1) * trace.largest_batch, trace.footprint // 2)
-            sizes = np.unique(np.geomspace(floor, trace.footprint, 12).astype(int)).tolist()
-            runs = [
-                [simulate(t, "lookahead", n, depth=DEPTH, window=WINDOW) for t in (half, trace)]
-                for n in sizes
-            ]
-            result[config.name] = {
-                "sizes_rows": sizes,
-                "unique_miss_ratio": [(b.misses - a.misses) / (b.uniques - a.uniques) for a, b in runs],
-                "unique_rows": trace.uniques / trace.batches,
-                "accesses": trace.accesses / trace.batches,
-            }
-        return result
+        return {
+            config.name: self._recorded([ids[i] for ids in record])
+            for i, config in enumerate(self.case.configs)
+        }
+
+    @staticmethod
+    def _recorded(ids: list[NDArray[np.int64]]) -> dict[str, Any]:
+        """Return what was recorded of a table. First uses are read, since training begins with all rows."""
+        trace = prepare(ids)
+        curve = steady_curve(trace, "lookahead", rate=1.0, depth=DEPTH, window=WINDOW)
+        del curve["capacity_miss_ratio"]
+        means = {"unique_rows": trace.uniques / _RECORDED, "accesses": trace.accesses / _RECORDED}
+        return {**curve, **means}
 
 
 class Model(torch.nn.Module):

@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, reuse, simulate, window_for
+from cache_policies import (
+    PolicyError,
+    miss_curves,
+    prepare,
+    prepare_flat,
+    reuse,
+    simulate,
+    steady_curve,
+    window_for,
+)
 from cache_policies.curves import auto_rate
-from cache_policies.prepared import select, split
+from cache_policies.prepared import first_batches, select, split
 from cache_policies.reuse import lru_curve, sample, sampled
 from tests.cache_policies.libcachesim_traces import drifting, looping, skewed, uniform
 
@@ -168,3 +177,39 @@ def test_the_window_covers_five_times_the_cache():
     assert window_for(prepare([]), 5) == 0
     (point,) = miss_curves(trace, ["lookahead"], [8], window="auto", rate=1)
     assert point.window == 3
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_a_steady_curve_has_the_misses_of_the_second_half(policy):
+    batches = np.split(skewed()[:50_000], 100)
+    trace = prepare(batches)
+    found = steady_curve(trace, policy, depth=2, window=4)
+    assert found["sizes_rows"][0] == 3 * trace.largest_batch
+    assert found["sizes_rows"][-1] == trace.footprint
+    new = trace.footprint - prepare(batches[:50]).footprint
+    uniques = sum(np.unique(batch).size for batch in batches[50:])
+    for size, misses, capacity in zip(*found.values(), strict=True):
+        runs = [simulate(batches[:count], policy, size, depth=2, window=4) for count in (50, 100)]
+        counted = runs[1].misses - runs[0].misses
+        assert misses == pytest.approx(counted / uniques, abs=0.003), "the first half knows what follows"
+        assert capacity == pytest.approx(misses - new / uniques)
+    assert found["capacity_miss_ratio"][-1] == 0
+
+
+@pytest.mark.parametrize("keys", [[], [[5]], [[5], []], [[5], [5, 7]]])
+def test_steady_curves_of_few_batches(keys):
+    found = steady_curve(prepare(np.array(batch, np.int64) for batch in keys), "lookahead")
+    assert found["sizes_rows"][0] == 1
+    assert found["capacity_miss_ratio"][-1] == 0
+    assert len(found["unique_miss_ratio"]) == len(found["sizes_rows"])
+
+
+def test_the_first_batches_of_a_trace_are_a_trace():
+    single = prepare_flat(skewed()[:3000], 1)
+    in_batches = prepare_flat(skewed()[:3000], 100)
+    for trace, batches in ((single, 1500), (in_batches, 15)):
+        begin = first_batches(trace, batches)
+        assert begin.batches == batches
+        assert begin.uniques < trace.uniques
+        assert begin.footprint == begin.rows.max() + 1 == begin.keys.size
+        np.testing.assert_array_equal(begin.next_batch, trace.next_batch[: begin.uniques])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from tests.cli import ranks
+from tierstore.cli import plan, plan_data
 from tierstore.cli.main import main
+from tierstore.planner import EmbeddingShardingPlanner, Topology
+from tierstore.planner.planner import plan_of
 
 BATCHES, BATCH_SIZE = 160, 64
 DATA = ["--data", "synthetic:criteo", "--max-rows", "6000", "--dim", "8", "--steps", str(BATCHES)]
 """26 tables, of 3 to 6,000 rows."""
 MACHINE = {"hosts": 1, "device": "cpu", "host_memory_per_host": "41MiB", "ssd_per_host": "4GiB"}
+FEW = 5  # rows per step, of which a share means little
 Report = dict[str, Any]
 
 
@@ -50,6 +56,7 @@ def test_each_table_misses_what_was_predicted(tmp_path, capsys, policy):
         line = measured[table["name"], 0]
         assert line["predicted_misses"] == predicted["hbm_misses"] == pytest.approx(line["misses"])
         assert (predicted["unique_rows"], predicted["new_rows"]) == (line["rows"], line["new"])
+        assert line["predicted_reads"] == predicted["memory_misses"] == pytest.approx(line["reads"])
         assert predicted["memory_misses"] <= predicted["hbm_misses"] - predicted["new_rows"] + 1e-9
         assert cold["new_rows"] >= predicted["new_rows"], "the first batches bring most of the new rows"
         missing += predicted["hbm_misses"] > 5
@@ -71,6 +78,15 @@ def test_another_policy_than_the_predicted_one_is_said(tmp_path, capsys):
     assert "predicted for policy lookahead, and this training has fifo: plan with --policy fifo" in text
 
 
+def test_another_number_of_batches_than_the_predicted_one_is_said(tmp_path, capsys):
+    made(tmp_path, DATA, "600KiB", 1)
+    for steps, said in ((BATCHES, False), (BATCHES // 4, True)):
+        command = ["train", *DATA, "--steps", str(steps), "--plan", f"{tmp_path}/plan.json", "--threads", "1"]
+        assert main(command) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert ("are predicted for the last half of 160 batches: plan with as many --steps" in text) == said
+
+
 def test_ranks_miss_what_was_predicted(tmp_path):
     steps = ["--steps", "60"]
     report = made(tmp_path, [*ranks.DATA, *steps], "160KiB", 2)
@@ -80,5 +96,28 @@ def test_ranks_miss_what_was_predicted(tmp_path):
     for line in measured.values():
         assert line["predicted_misses"] == pytest.approx(line["misses"])
         assert line["predicted_rows"] == pytest.approx(line["rows"])
+        assert line["predicted_reads"] == pytest.approx(line["reads"])
     assert sum(line["misses"] - line["new"] for line in measured.values()) > 5
     assert report["simulated"]["policy"] == "lookahead"
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru"])
+def test_the_search_divides_memory_by_the_misses_of_the_policy(tmp_path, policy):
+    """What it predicts without a simulation is about what the simulation counts, but for first uses."""
+    parser = plan.add_parser(argparse.ArgumentParser().add_subparsers())
+    options = [*DATA, "--batch-size", str(BATCH_SIZE), "--policy", policy, "--topology", "none"]
+    found = plan_data.planned_data(parser.parse_args(options), 1)
+    machine = Topology.from_dict(MACHINE | {"hbm_per_rank": "600KiB"})
+    planner = EmbeddingShardingPlanner(machine, batch_size=BATCH_SIZE, stats=found.stats, search_seconds=0.2)
+    solution = planner.solve(found.tables)
+    assert not solution.caches.missing
+    unique = solution.caches.field("unique")
+    simulated = found.simulate(plan_of(solution)).steady
+    counted = np.array([one.hbm_misses - one.new_rows for one in simulated])
+    known = unique * solution.missed[0]
+    many = counted > FEW
+    assert known.sum() == pytest.approx(counted.sum(), rel=0.3), (
+        "with curves of lru it was half as many again"
+    )
+    assert known[many] == pytest.approx(counted[many], rel=0.4)
+    assert many.sum() > 10, "too few tables miss rows for this to say something"

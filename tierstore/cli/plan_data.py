@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tierstore.placement import ShardingPlan, TablePlacement
     from tierstore.planner import TableSpec
     from tierstore.simulation import Counts, ShardCounts, Simulated, Training
-    from tierstore.trace import TableCurve, Trace
+    from tierstore.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     from tierstore.cli.setup import load_dataset, table_configs
     from tierstore.config import TierConfig
     from tierstore.simulation import Training
-    from tierstore.trace import from_dataset, planner_input, table_curves
+    from tierstore.trace import from_dataset, steady_curves
     from tierstore.trace.source import first_batches
 
     optimizer = optim.make(args.optimizer.replace("-", "_"), lr=1.0)
     config = TierConfig(policy=args.policy or "lookahead")
-    as_policy(config.policy)  # refuses one that no training can have
+    policy = as_policy(config.policy)  # refuses one that no training can have
     number = None if args.tables is None else int(args.tables)
     dataset = load_dataset(argparse.Namespace(**{**vars(args), "tables": number}))
     examples = args.batch_size * ranks
@@ -128,22 +128,23 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     trace = trace if args.steps is None else first_batches(trace, args.steps)
     prepared = _read(trace)
     trace = replace(trace, num_batches=prepared.batches)
-    curves = table_curves(trace, prepared)
+    with _bar(f"miss curves of {policy.name}", len(trace.tables)) as (progress, task):
+        curves = steady_curves(
+            trace, prepared, policy, args.depth, lambda done: progress.update(task, completed=done)
+        )
     configs = table_configs(dataset, args.dim)
-    specs = [
-        _spec(config, curve, examples, optimizer.name) for config, curve in zip(configs, curves, strict=True)
-    ]
+    specs = [_spec(config, curves[config.name], examples, optimizer.name) for config in configs]
     rows, plural = sum(spec.num_embeddings for spec in specs), "s" * (ranks > 1)
     summary = (
         f"{dataset.name}: {prepared.batches:,} batches of {examples:,} examples on {ranks} rank{plural} use "
         f"{prepared.footprint:,} of {rows:,} rows"
     )
-    stats = planner_input(trace, curves)["tables"]
+    stats = {name: curve for name, curve in curves.items() if curve["accesses"]}
     return PlannedData(specs, stats, summary, trace, Training(configs, config, optimizer))
 
 
-def _spec(config: EmbeddingBagConfig, curve: TableCurve, examples: int, optimizer: str) -> TableSpec:
-    """Return a table of which batches of ``examples`` use what its curve was recorded of."""
+def _spec(config: EmbeddingBagConfig, used: Mapping[str, Any], examples: int, optimizer: str) -> TableSpec:
+    """Return a table, of which batches of ``examples`` were ``used``."""
     from tierstore.planner import TableSpec
 
     return TableSpec(
@@ -151,9 +152,9 @@ def _spec(config: EmbeddingBagConfig, curve: TableCurve, examples: int, optimize
         config.num_embeddings,
         config.embedding_dim,
         tuple(config.feature_names),
-        pooling_factor=max(curve.accesses, 1e-9) / examples,
+        pooling_factor=max(used["accesses"], 1e-9) / examples,
         optimizer=optimizer,
-        touched_rows=max(1, curve.footprint),
+        touched_rows=max(1, used["footprint"]),
     )
 
 

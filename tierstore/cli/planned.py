@@ -35,10 +35,12 @@ class PlanFile:
     step_seconds: float | None = None
     exchange_bytes: int | None = None
     """Bytes that all ranks together receive in a step."""
-    rows: Mapping[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    """By table and rank: distinct rows of a step, and how many of them hbm misses."""
+    rows: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
+    """By table and rank, per step: distinct rows, misses of hbm, and rows that the SSD brings."""
     policy: str = ""
     """The eviction policy under which these were simulated; empty where they come from curves."""
+    batches: int = 0
+    """The batches of the simulation, of which the last half is predicted; 0 where there was none."""
 
     @classmethod
     def load(cls, path: Path) -> PlanFile:
@@ -56,7 +58,7 @@ class PlanFile:
                 None if (step := report.get("predicted_step_s")) is None else float(step),
                 _exchange_bytes(report),
                 _rows(plan, report),
-                str(report.get("simulated", {}).get("policy", "")),
+                *_simulated(report.get("simulated", {})),
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
@@ -70,14 +72,18 @@ def _exchange_bytes(report: Mapping[str, Any]) -> int | None:
     return sum(int(rank["exchange_bytes"]) for rank in ranks) if known else None
 
 
-def _rows(plan: ShardingPlan, report: Mapping[str, Any]) -> dict[tuple[str, int], tuple[float, float]]:
-    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+def _simulated(known: Mapping[str, Any]) -> tuple[str, int]:
+    return str(known.get("policy", "")), sum(int(known.get(n, 0)) for n in ("cold_batches", "batches"))
+
+
+def _rows(plan: ShardingPlan, report: Mapping[str, Any]) -> dict[tuple[str, int], list[float]]:
+    sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for table, entry in zip(plan.tables, report["tables"], strict=True):
         for shard, predicted in zip(table.shards, entry.get("predicted", ()), strict=False):
             of = sums[table.name, shard.rank]
-            of[0] += float(predicted["unique_rows"])
-            of[1] += float(predicted["hbm_misses"])
-    return {key: (unique, misses) for key, (unique, misses) in sums.items()}
+            for i, figure in enumerate(("unique_rows", "hbm_misses", "memory_misses")):
+                of[i] += float(predicted[figure])
+    return sums
 
 
 def planned_ranks(args: argparse.Namespace) -> tuple[Ranks, PlanFile | None]:
@@ -155,6 +161,9 @@ class TableLine:
     new: float
     """Of the misses measured, first uses of rows. Recorded curves leave these out, so predictions by curves
     do, too; predictions that were simulated have them."""
+    predicted_reads: float | None
+    reads: float
+    """Rows that the SSD brings."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +195,9 @@ class Predicted:
                 if name not in end.tables:
                     continue
                 counted = end.tables[name].per_batch(begin.tables.get(name, Counts()), batches)
-                predicted = plan.rows.get((name, rank), (None, None))
-                figures = predicted[0], counted.rows, predicted[1], counted.hbm_misses, counted.new
-                lines.append(TableLine(name, rank, *figures))
+                rows, misses, reads = plan.rows.get((name, rank), (None, None, None))
+                figures = rows, counted.rows, misses, counted.hbm_misses, counted.new, reads
+                lines.append(TableLine(name, rank, *figures, counted.ssd_reads))
         seconds = max(end.seconds - begin.seconds for begin, end in between)
         sent = sum(end.bytes_sent - begin.bytes_sent for begin, end in between)
         return cls(plan, batch_size, batches, seconds / batches, sent / batches, tuple(lines), policy)
@@ -217,18 +226,28 @@ class Predicted:
         predicted = "" if sent is None else format_bytes(sent)
         grid.add_row("bytes that ranks exchange", predicted, format_bytes(int(self.exchange_bytes)))
         console.print(grid)
-        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        grid.add_column("table", overflow="fold")
-        for title in ("rank", "rows, predicted", "measured", "misses of hbm, predicted", "measured", "new"):
-            grid.add_column(title, justify="right")
-        for line in self.tables[:_MOST_LINES]:
-            figures = (line.predicted_rows, line.rows, line.predicted_misses, line.misses, line.new)
-            grid.add_row(line.table, str(line.rank), *map(_count, figures))
-        console.print(grid)
+        misses = "rows, predicted", "measured", "misses of hbm, predicted", "measured", "new"
+        console.print(self._grid(misses, "predicted_rows", "rows", "predicted_misses", "misses", "new"))
+        if any(line.reads or line.predicted_reads for line in self.tables):
+            reads = "reads of ssd, predicted", "measured"
+            console.print(self._grid(reads, "predicted_reads", "reads"))
         if len(self.tables) > _MOST_LINES:
             console.print(f"... and {len(self.tables) - _MOST_LINES} more (--json has all)")
         for remark in self._remarks():
             console.print(remark)
+
+    def _grid(self, titles: Sequence[str], *fields: str) -> Any:
+        """Return a table of ``fields`` of each line."""
+        from rich import box
+        from rich.table import Table
+
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        grid.add_column("table", overflow="fold")
+        for title in ("rank", *titles):
+            grid.add_column(title, justify="right")
+        for line in self.tables[:_MOST_LINES]:
+            grid.add_row(line.table, str(line.rank), *(_count(getattr(line, name)) for name in fields))
+        return grid
 
     def _remarks(self) -> list[str]:
         plan, lines = self.plan, [f"measured: means over the last {self.batches:,} batches"]
@@ -239,6 +258,11 @@ class Predicted:
             lines.append(
                 f"misses are predicted for policy {plan.policy}, and this training has {self.policy}: plan "
                 f"with --policy {self.policy}"
+            )
+        if plan.batches and plan.batches // 2 != self.batches:
+            lines.append(
+                f"misses and reads are predicted for the last half of {plan.batches:,} batches: plan with as "
+                "many --steps as a training has"
             )
         if plan.step_seconds is None:
             lines.append("the plan has no predictions; tierstore plan --json writes them")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierstore.trace.description import Description, describe
-    from tierstore.trace.export import TableCurve, planner_input, table_curves
+    from tierstore.trace.export import TableCurve, planner_input, steady_curves, table_curves
     from tierstore.trace.recorded import TraceRecorder
     from tierstore.trace.source import from_dataset, open_trace
     from tierstore.trace.trace import Trace
@@ -22,6 +22,7 @@ _MODULES = {
     "from_dataset": "source",
     "open_trace": "source",
     "planner_input": "export",
+    "steady_curves": "export",
     "table_curves": "export",
 }
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "from_dataset",
     "open_trace",
     "planner_input",
+    "steady_curves",
     "table_curves",
 ]
 
