@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
+from tierstore.cli.messages import say
 from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
 from tierstore.cli.progress import Display
 from tierstore.cli.ranks import ALONE, Ranks
@@ -215,7 +215,7 @@ class Experiment:
 
     def _say(self, text: str) -> None:
         if self.ranks.prints:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def _print_report(self, report: Report) -> None:
         from rich.console import Console

@@ -16,6 +16,7 @@ from importlib import import_module
 
 import tierstore
 from tierstore.cli.arguments import check_arguments
+from tierstore.cli.messages import ArgumentParser
 from tierstore.cli.ranks import complain, own_rank
 from tierstore.cli.whole_import import WholeImport
 from tierstore.errors import TierStoreError
@@ -31,7 +32,7 @@ EXIT_INTERRUPTED = 130
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line; each sub-command sets ``args.run``."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory for PyTorch, trained bit for bit as if in memory.",
     )
