@@ -71,6 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(f"error: {error_text(error)}")
         return EXIT_USAGE
+    except (MemoryError, RuntimeError) as error:
+        if args.debug or not _is_refused_memory(error):
+            raise
+        complain(f"error: no memory: {error_text(error)}; give smaller sizes, of batches, rows or dimensions")
+        return EXIT_USAGE
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -85,6 +90,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         if end.code:
             complain(said.getvalue().strip())
         raise
+
+
+def _is_refused_memory(error: Exception) -> bool:
+    """Return whether the system refused memory; torch says so by a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def error_text(error: Exception) -> str:
