@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _IO_SECONDS = 0.5
 _IO_BYTES = 64 << 20
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def parse_sizes(text: str) -> list[Size]:
             size = Size(part, int(part), "rows")
         else:
             size = Size(part, parse_bytes(part, "--sizes"), "bytes")
-        if size.number <= 0:
+        if not 0 < size.number < _MOST:
             raise ConfigError(f"--sizes: {part!r} is no size; write 1% of the rows used, 500 rows, or 64MiB")
         sizes.append(size)
     return sizes
@@ -149,7 +150,7 @@ def parse_depth(text: str | None) -> int:
 def parse_window(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"--window is a number of batches or auto, not {text!r}")
     return int(text)
 

@@ -91,7 +91,6 @@ class Trainee:
         close = getattr(self._batches, "close", None)
         if close is not None:
             close()
-        self.system.close()
 
 
 def touch_all(system: System) -> None:

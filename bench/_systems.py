@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from fractions import Fraction
 from operator import mul
 from typing import Any
 
@@ -14,12 +13,17 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore import EmbeddingBagConfig, TierConfig
+from tierstore.cache.machine import check_machine
+from tierstore.cache.shares import budget, named_as_options
+from tierstore.cache.tiers.sizes import as_policy
 from tierstore.data import Batch, Dataset
 from tierstore.errors import ConfigError
 from tierstore.models import AUC, DLRM, DenseEmbeddingBags, DLRMTrain
 from tierstore.models.reference import RowWiseAdagrad
 from tierstore.optim import RowWiseAdagrad as FusedRowWiseAdagrad
 from tierstore.sparse import KeyedJaggedTensor, KeyedTensor
+
+from ._checks import check_memory
 
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]  # as in tierstore train; the lower one ends with the dim
 EPS = 1e-8
@@ -52,16 +56,30 @@ def table_configs(dataset: Dataset, dim: int) -> list[EmbeddingBagConfig]:
     ]
 
 
-def tier_bytes(size: str, tables: Sequence[EmbeddingBagConfig]) -> int | str:
-    """Return a budget: a size, or a fraction of the bytes of all rows, such as "1/37"."""
-    if "/" not in size:
-        return size
+def table_bytes(tables: Sequence[EmbeddingBagConfig]) -> int:
+    """Return the bytes of all rows."""
     row_bytes = [FusedRowWiseAdagrad().row_bytes(table.embedding_dim) for table in tables]
     rows = [table.num_embeddings for table in tables]
-    try:
-        return int(Fraction(size) * sum(map(mul, rows, row_bytes)))
-    except (ValueError, ZeroDivisionError):
-        raise ConfigError(f"{size!r} is no fraction; give one such as 1/37, or bytes such as 64MiB") from None
+    return sum(map(mul, rows, row_bytes))
+
+
+def tier_bytes(size: str, tables: Sequence[EmbeddingBagConfig], option: str = "--hbm") -> int | str:
+    """Return a budget: a size, or a fraction of the bytes of all rows, such as "1/37"; ``option`` is for
+    errors."""
+    return budget(size, table_bytes(tables), option)
+
+
+def check_setting(setting: Setting) -> None:
+    """Raise ConfigError for tiers that cannot be, before anything is opened."""
+    with named_as_options():
+        config = tier_config(setting)
+        check_machine(config)
+    as_policy(config.policy)  # refuses a policy that no training can have
+
+
+def check_in_memory(tables: Sequence[EmbeddingBagConfig]) -> None:
+    """Raise ConfigError unless this process can have the memory of all rows, for systems without tiers."""
+    check_memory(table_bytes(tables), "the rows of a system in memory", "--rows, --tables, --max-rows, --dim")
 
 
 class FbgemmBags(nn.Module):
@@ -202,8 +220,9 @@ def _in_memory(setting: Setting) -> System:
     return System(_collection(setting, TierConfig(hbm="all")), setting)
 
 
-def _tiered(setting: Setting) -> System:
-    config = TierConfig(
+def tier_config(setting: Setting) -> TierConfig:
+    """Return the tiers of the system with tiers."""
+    return TierConfig(
         hbm=setting.hbm,
         path=setting.path,
         policy=setting.policy,
@@ -213,7 +232,10 @@ def _tiered(setting: Setting) -> System:
         state_dtype=setting.state_dtype,
         stochastic_rounding=setting.stochastic_rounding,
     )
-    return System(_collection(setting, config), setting, ahead=True)
+
+
+def _tiered(setting: Setting) -> System:
+    return System(_collection(setting, tier_config(setting)), setting, ahead=True)
 
 
 def _collection(setting: Setting, config: TierConfig) -> Any:

@@ -45,33 +45,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    import tierstore
     from tierstore.errors import ConfigError
 
-    from ._systems import SYSTEMS
+    from ._checks import check_batches, check_known, use_threads
+    from ._systems import SYSTEMS, check_in_memory, check_setting
 
     names = args.systems.split(",")
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        raise ConfigError(f"no system {', '.join(unknown)}; there are: {', '.join(SYSTEMS)}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-        tierstore.set_num_threads(args.threads)
+    check_known("--systems", names, list(SYSTEMS))
+    use_threads(args.threads)
     dataset = load_dataset(args)
     steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
     if not steps:
         raise ConfigError(f"data {args.data!r} does not tell its length; give --steps")
     setting = _setting(args, dataset)
-    systems = {}
+    check_setting(setting)
+    if names != ["tiered"]:
+        check_in_memory(setting.tables)
+    check_batches(dataset, args.batch_size, -(-steps // args.rounds), "--batch-size, --steps")
+    systems: dict[str, Any] = dict.fromkeys(names)
     try:
-        for name in names:
+        for name in sorted(names, key="tiered".__ne__):  # which refuses more than the others do
             systems[name] = SYSTEMS[name](setting)
         rounds = _take_turns(systems, dataset, args, steps)
         result = _result(systems, rounds, dataset, args)
     finally:
-        for system in systems.values():
+        for system in filter(None, systems.values()):
             system.close()
     _print(result)
     if args.json:

@@ -33,8 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ._checks import check_engines, check_memory
+
+    engines = args.engines.split(",")
+    check_engines(engines)
+    check_memory(8 * args.rows, "a permutation of the rows", "--rows")
+    check_memory(12 * args.dense, "the dense parameters and their gradients", "--dense")
     figures: dict[str, float] = {}
-    for engine in args.engines.split(","):
+    for engine in engines:
         with tempfile.TemporaryDirectory(dir=args.dir) as folder:
             found = measure(args, engine, Path(folder))
         figures |= {f"{engine}.{name}": value for name, value in found.items()}

@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 import psutil
 
-from tierstore.config import format_bytes, parse_bytes
+from tierstore.config import format_bytes
+from tierstore.errors import ConfigError
 
+from ._checks import check_ranks, device_file
 from ._drive import Device, Drives, direct_flag
 from ._exchange import exchange_figures
 from ._folder import folder, temporary_folders
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
+
+_DEEPEST = 4096
+"""Reads in flight that no drive needs more of."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    topology = measure(args)
+    size = device_file(args.file_size, "--file-size", args.dir)
+    if args.queue_depth > _DEEPEST:
+        raise ConfigError(f"--queue-depth is {args.queue_depth}; it must be at most {_DEEPEST}")
+    check_ranks(args.ranks)
+    topology = measure(args, size)
     for key, value in topology.items():
         print(f"{key:<22} {_text(key, value)}")
     if args.json:
@@ -55,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, file_size: int) -> dict[str, Any]:
     """Measure the fields of a Topology of one host, but for bandwidths between hosts."""
     memory = psutil.virtual_memory().total
     copy = memory_bandwidth(args.seconds)
@@ -75,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with temporary_folders(args.dir) as folders:
         free = {path.stat().st_dev: psutil.disk_usage(str(path)).free for path in folders}
         result["ssd_per_host"] = sum(free.values())
-        result |= drive_figures([path / "device" for path in folders], args)
+        result |= drive_figures([path / "device" for path in folders], file_size, args)
         result["measured"] = {
             "drives": len(folders),
             "queue_depth": args.queue_depth,
@@ -160,10 +169,9 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
     }
 
 
-def drive_figures(paths: list[Path], args: argparse.Namespace) -> dict[str, Any]:
+def drive_figures(paths: list[Path], size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Write a file on each drive, then read it at random in several sizes, as the store does: past the page
     cache where the file system can, many reads in flight on each drive, all drives at once."""
-    size = parse_bytes(args.file_size, "--file-size")
     device = Drives([Device(path, size, args.seconds) for path in paths])
     write = device.writes()
     curve = device.read_curve(args.seconds, args.queue_depth)

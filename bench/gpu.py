@@ -19,9 +19,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile, machine
 
+from ._checks import check_known
 from ._gpu_parts import OPENING, PARTS
 from ._gpu_sizes import RATIO, Sizes
 from ._gpu_targets import comparisons, targets
@@ -55,11 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = Sizes(**{one.name: getattr(args, one.name) for one in fields(Sizes)})
-    chosen = [name for name in args.parts.split(",") if name]
-    if unknown := [name for name in chosen if name not in PARTS]:
-        raise ConfigError(f"--parts: there is no {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    if min(asdict(replace(sizes, host_gib=sizes.host_gib + 1)).values()) < 1 or args.minutes <= 0:
-        raise ConfigError("sizes and --minutes must be positive")
+    chosen = args.parts.split(",")
+    check_known("--parts", chosen, list(PARTS))
     out = JsonFile(args.json) if args.json else None
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", ignore_cleanup_errors=True) as folder:
         return _Run(sizes, Path(folder), out, args.minutes).all(chosen)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import ConfigError
-from tierstore.result_file import JsonFile
+from tierstore.result_file import JsonFile, option_errors
 from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
@@ -163,13 +164,14 @@ def check_curve_options(args: argparse.Namespace, row_bytes: int) -> None:
 
     from ._hit_rate_answer import parse_depth, parse_sample, parse_sizes, parse_window
 
-    chosen_policies(args.policies or DEFAULT_POLICIES)
-    parse_sizes(args.sizes or DEFAULT_SIZES)
+    policies = chosen_policies(args.policies or DEFAULT_POLICIES)
     args.row_bytes = row_bytes if args.row_bytes is None else args.row_bytes
-    if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
-        raise ConfigError("--row-bytes, --examples-per-s and --iops must be positive")
-    if args.threads < 1:
-        raise ConfigError("--threads must be at least 1")
+    for size in parse_sizes(args.sizes or DEFAULT_SIZES):
+        for policy in policies:
+            size.rows(1, args.row_bytes, policy)  # refuses bytes that hold no row
+    if args.io_dir is not None:
+        with option_errors("--io-dir", Path(args.io_dir)), TemporaryDirectory(dir=args.io_dir):
+            pass
     parse_depth(args.depth)
     parse_window(args.window)
     parse_sample(args.sample)

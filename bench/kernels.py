@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tierstore import optim, set_num_threads
+from tierstore import optim
 from tierstore.cache.device import HOST, Bags, LookupArgs, UpdateArgs, build_csr, make_batch
 from tierstore.row_format import TABLE_DTYPES, RowFormat
+
+from ._checks import check_memory, use_threads
 
 SUMMARY = "milliseconds of lookup and update per batch, beside fbgemm-gpu's and a copy of as many bytes"
 _BATCHES = 4
@@ -51,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    torch.set_num_threads(args.threads)
-    set_num_threads(args.threads)
+    _check_sizes(args)
+    use_threads(args.threads)
     rng = np.random.default_rng(0)
     ids = [
         rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling_factor))
@@ -78,6 +80,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps({**vars(args), "json": None, **figures}, indent=1))
     return 0
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise ConfigError for rows or batches that this machine's memory does not hold."""
+    spec = optim.make(args.optimizer)
+    row_bytes = RowFormat().row_bytes(args.dim, spec.state_floats(args.dim))
+    check_memory(args.tables * args.rows * row_bytes, "the rows", "--tables, --rows, --dim")
+    ids = args.tables * args.batch_size * args.pooling_factor
+    options = "--tables, --batch-size, --pooling-factor, --dim"
+    check_memory(ids * (row_bytes + 8 * _BATCHES), "the batches", options)
 
 
 def ratios(figures: dict[str, float]) -> dict[str, float]:

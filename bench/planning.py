@@ -22,6 +22,8 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile, machine
 
+from ._checks import check_batches, use_threads
+
 SUMMARY = "milliseconds of planning a lookup, stage by stage, and ids per second by threads"
 _DIM = 4
 _EPOCHS = 1 << 20
@@ -63,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
         threads = [int(part) for part in args.threads.split(",")]
     except ValueError:
         raise ConfigError(f"--threads {args.threads!r}: give numbers, such as 1,2") from None
-    if min(args.batch_size, args.run_in, args.rounds, args.steps, *threads) < 1:
-        raise ConfigError("--threads, --batch-size, --run-in, --rounds and --steps must be at least 1")
+    if min(args.run_in, *threads) < 1:
+        raise ConfigError("--threads and --run-in must be at least 1")
     out = JsonFile(args.json) if args.json else None
     dataset = load(args.data, rows=args.rows, tables=args.tables)
+    for count in threads:
+        use_threads(count)
+    check_batches(dataset, args.batch_size, args.steps + args.window, "--batch-size, --steps, --window")
     batches = (batch.sparse for batch in dataset.train(args.batch_size, epochs=_EPOCHS))
     result = measured(args, dataset, batches, threads)
     _print(result)

@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.command.strip():
+        raise ConfigError("--command is empty; give the command that gave the figures, in full")
     for path in args.files:
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))

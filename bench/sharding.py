@@ -9,14 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tierstore.errors import ConfigError
+
+from ._checks import check_known, check_memory, check_ranks
+
 SUMMARY = "time a step of a sharded EmbeddingBagCollection (gloo, CPU), and torchrec's in turns"
+
+CUTS = ("table_wise", "row_wise", "column_wise")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
     parser.add_argument(
         "--cuts",
-        default="table_wise,row_wise,column_wise",
+        default=",".join(CUTS),
         metavar="A,B",
         help="sharding types to measure (default: all three)",
     )
@@ -46,8 +52,15 @@ def run(args: argparse.Namespace) -> int:
     from ._ranks import on_ranks
     from ._sharding_ranks import Setting, measure
 
+    cuts = args.cuts.split(",")
+    check_known("--cuts", cuts, CUTS)
+    _check_sizes(args)
+    try:
+        comms = CommsConfig(args.precision, args.precision, args.dedup)
+    except ConfigError as error:
+        raise ConfigError(f"--precision: {error}") from error
     results = {}
-    for cut in args.cuts.split(","):
+    for cut in cuts:
         setting = Setting(
             cut,
             args.tables,
@@ -57,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             args.pooling_factor,
             args.steps,
             not args.no_torchrec,
-            CommsConfig(args.precision, args.precision, args.dedup),
+            comms,
         )
         results[cut] = _figures(on_ranks(args.ranks, measure, setting))
         _print(cut, results[cut])
@@ -66,6 +79,15 @@ def run(args: argparse.Namespace) -> int:
         result = {"date": time.strftime("%Y-%m-%d"), "options": options, "cuts": results}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise ConfigError for more ranks, rows or ids than this machine has room for."""
+    check_ranks(args.ranks)
+    rows = args.tables * args.rows * args.dim * 4 * (1 if args.no_torchrec else 2)
+    check_memory(rows, "the rows", "--tables, --rows, --dim")
+    ids = args.ranks * args.batch_size * args.tables * (8 * args.pooling_factor + 8 * args.dim)
+    check_memory(ids, "the batches", "--ranks, --batch-size, --tables, --pooling-factor, --dim")
 
 
 def _figures(measured: dict[str, Any]) -> dict[str, Any]:

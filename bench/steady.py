@@ -28,6 +28,7 @@ from ._training_arguments import add_dtypes, add_training_arguments, load_datase
 
 if TYPE_CHECKING:
     from ._steady import Trainee, Turn
+    from ._systems import Setting, System
 
 SUMMARY = "train tables of which every row is written, in turns with training in memory and fbgemm-gpu"
 
@@ -81,23 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
+    from ._checks import use_threads
+    from ._steady import Trainee, take_turns, touch_all, warm_up
 
-    import tierstore
-
-    from ._steady import take_turns, touch_all, warm_up
-
-    if not (args.rounds and args.steps and args.batch_size):
-        raise ConfigError("--rounds, --steps and --batch-size must be at least 1")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-        tierstore.set_num_threads(args.threads)
+    use_threads(args.threads)
     out = JsonFile(args.json) if args.json else None
     dataset = load_dataset(args)
-    batches = _draw(dataset, args)
     with ExitStack() as stack:
         folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-steady-"))
-        trainees = _trainees(args, dataset, batches, Path(folder), stack)
+        systems = _systems(_settings(args, dataset, Path(folder)), stack)
+        batches = _draw(dataset, args)
+        trainees = [
+            Trainee(name, system, batches, name.startswith("tiered")) for name, system in systems.items()
+        ]
+        for trainee in trainees:
+            stack.callback(trainee.close)
         for trainee in trainees:
             if trainee.name != "fbgemm":  # its rows are in memory from the start
                 touch_all(trainee.system)
@@ -114,26 +113,37 @@ def run(args: argparse.Namespace) -> int:
     return _check(result)
 
 
+def _count(args: argparse.Namespace) -> int:
+    """Return the batches of the run."""
+    return _MOST_WARM_UP + args.rounds * (args.run_in + args.steps) + args.steps
+
+
 def _draw(dataset: Any, args: argparse.Namespace) -> list[Any]:
     """Return all batches of the run: they are drawn before any clock starts."""
     from ._steady import say
 
-    count = _MOST_WARM_UP + args.rounds * (args.run_in + args.steps) + args.steps
+    count = _count(args)
     say(f"drawing {count} batches of {args.batch_size} examples")
     per_epoch = dataset.num_train and -(-dataset.num_train // args.batch_size)
     epochs = -(-count // per_epoch) if per_epoch else 1
     return list(islice(dataset.train(args.batch_size, epochs=epochs), count))
 
 
-def _trainees(
-    args: argparse.Namespace, dataset: Any, batches: list[Any], folder: Path, stack: ExitStack
-) -> list[Trainee]:
-    from ._steady import Trainee
-    from ._systems import SYSTEMS, Setting, table_configs, tier_bytes
+def _settings(args: argparse.Namespace, dataset: Any, folder: Path) -> dict[str, Setting]:
+    """Return the settings of the systems, by name. Raises ConfigError for options that cannot be, and for
+    tables or batches that this process has no memory for."""
+    from ._checks import check_batches
+    from ._systems import Setting, check_in_memory, check_setting, table_configs, tier_bytes
 
     tables = table_configs(dataset, args.dim)
-    window = args.window if args.window == "auto" else int(args.window)
-    read_ahead = tier_bytes(args.read_ahead, tables)
+    check_in_memory(tables)
+    options = "--batch-size, --rounds, --run-in, --steps"
+    check_batches(dataset, args.batch_size, _count(args), options)
+    window = args.window
+    if window != "auto" and not window.isdecimal():
+        raise ConfigError(f"--window is a number of batches or auto, not {window!r}")
+    window = window if window == "auto" else int(window)
+    read_ahead = tier_bytes(args.read_ahead, tables, "--read-ahead")
     setting = Setting(tables, dataset.dense_dim, args.lr, args.seed, 0, window=window, read_ahead=read_ahead)
     settings = {name: setting for name in ["in-memory", "fbgemm"][: 1 if args.no_fbgemm else 2]}
     given = [(hbm, dtype) for hbm in args.hbm.split(",") for dtype in args.ssd_dtype.split(",")]
@@ -145,12 +155,21 @@ def _trainees(
             ssd_dtype=dtype,
             state_dtype=args.state_dtype,
         )
-    found = []
     for name, own in settings.items():
-        trainee = Trainee(name, SYSTEMS[name.split()[0]](own), batches, name.startswith("tiered"))
-        stack.callback(trainee.close)
-        found.append(trainee)
-    return found
+        if name.startswith("tiered"):
+            check_setting(own)
+    return settings
+
+
+def _systems(settings: dict[str, Setting], stack: ExitStack) -> dict[str, System]:
+    """Open the systems, until ``stack`` closes; first those that may refuse their setting."""
+    from ._systems import SYSTEMS
+
+    opened = {}
+    for name in sorted(settings, key=lambda name: not name.startswith("tiered")):
+        opened[name] = SYSTEMS[name.split()[0]](settings[name])
+        stack.callback(opened[name].close)
+    return {name: opened[name] for name in settings}
 
 
 def _device(folder: Path) -> dict[str, float]:

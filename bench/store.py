@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.config import parse_bytes
+from tierstore.errors import ConfigError
 from tierstore.keys import make_keys
 from tierstore.store import DirectoryStore, StoredTable, engine_names, open_store
 
+from ._checks import check_disk, check_engines, check_memory, device_file
 from ._drive import Device, Drives
 from ._folder import folder, temporary_folders
 from ._phases import Phase, forget, moved_bytes, settle
@@ -29,6 +30,8 @@ _ID_SPREAD = 4  # as in a sparsely touched table
 _FULL, _FULL_ROWS = 0.75, 1_000_000  # rows of the store in which reads are measured beside compaction
 _FEW = 64  # rows of a read whose latency is measured
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
+
+_MOST_IDS = 1 << 48
 
 Keys = NDArray[np.uint64]
 
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows, engines = int(args.rows), args.engines.split(",")
+    rows, engines, size = int(args.rows), args.engines.split(","), _checked(args)
     figures: dict[str, float] = {"rows": rows, "row_bytes": args.row_bytes, "batch": args.batch}
     samples: dict[str, list[float]] = {}
 
@@ -75,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
             samples.setdefault(f"{prefix}.{key}", []).append(value)
 
     with temporary_folders(args.dir) as folders:
-        size = parse_bytes(args.device_file, "--device-file")
         devices = [Device(folder / "device", size, args.seconds) for folder in folders]
         device = Drives(devices)
         benches = {
@@ -105,6 +107,24 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
     return 0
+
+
+def _checked(args: argparse.Namespace) -> int:
+    """Return the bytes of the device's file. Raises ConfigError for options that cannot be."""
+    for name in args.engines.split(","):
+        engine, colon, index = name.partition(":")
+        check_engines([engine])
+        if colon and (engine != "native" or index not in ("hash", "compact")):
+            raise ConfigError(f"--engines: there is no {name!r}; there are native:hash and native:compact")
+    if not 1 <= args.rows <= _MOST_IDS // args.id_spread:
+        raise ConfigError(f"--rows times --id-spread must be from 1 to {_MOST_IDS:,}, the ids of a table")
+    if args.row_bytes % 16:
+        raise ConfigError(f"--row-bytes is {args.row_bytes}; it must be a multiple of 16")
+    check_memory(8 * args.rows * args.id_spread, "a permutation of the ids", "--rows, --id-spread")
+    batch = args.batch * args.row_bytes
+    check_memory(args.window * batch, "a window of batches", "--window, --batch, --row-bytes")
+    check_disk(args.rows * args.row_bytes, args.dir, "each store", "--rows, --row-bytes")
+    return device_file(args.device_file, "--device-file", args.dir)
 
 
 class EngineBench:

@@ -1,4 +1,5 @@
 // Binds ResidentForward: the forward pass of a lookup of rows that stay in a tier is one call.
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -34,14 +35,25 @@ struct RowLookup : Found {
   KeyedBags bags;  // of all keys
 };
 
+// Tells the seconds since the clock was made.
+class Clock {
+ public:
+  double Seconds() const { return std::chrono::duration<double>(Steady::now() - begin_).count(); }
+
+ private:
+  using Steady = std::chrono::steady_clock;
+  Steady::time_point begin_ = Steady::now();
+};
+
 // Makes lookups in a tier that no row leaves. `rows` are the tier's rows, with `dim` weights each.
 struct ResidentForward {
   ResidentLookups& lookups;
   const HostRows& rows;
   std::int64_t dim;
 
-  py::object Pool(const KeyedFeatures& features, const KeyedBags& bags, const IntegerArgs& ids,
-                  const Places& places, Address out) const {
+  // `call`: began with the native call, all of which until repeated ids are removed is the stage "announce".
+  py::object Pool(const Clock& call, const KeyedFeatures& features, const KeyedBags& bags,
+                  const IntegerArgs& ids, const Places& places, Address out) const {
     const KeyedBags own = features.Own(bags);
     const auto& [out_offset, out_stride] = places;
     auto made = std::make_unique<PooledLookup>(
@@ -50,16 +62,16 @@ struct ResidentForward {
     Require(!made->bags.TakesMax(),
             "max pooling needs the argmax of each value, which this call does not return");
     const Bags of = made->bags.Get();
-    return Made(std::move(made), features, bags, ids, of.num_positions(), [&](const Gather& gather) {
+    return Made(call, std::move(made), features, bags, ids, of.num_positions(), [&](const Gather& gather) {
       LookupPooled(gather, of, nullptr, reinterpret_cast<float*>(out), nullptr);
     });
   }
 
-  py::object Copy(const KeyedFeatures& features, const KeyedBags& bags, const IntegerArgs& ids,
-                  Address out) const {
+  py::object Copy(const Clock& call, const KeyedFeatures& features, const KeyedBags& bags,
+                  const IntegerArgs& ids, Address out) const {
     auto made = std::make_unique<RowLookup>(RowLookup{{std::make_shared<Batch>(), nullptr}, bags});
     const std::int64_t positions = std::get<1>(ids);
-    return Made(std::move(made), features, bags, ids, positions, [&](const Gather& gather) {
+    return Made(call, std::move(made), features, bags, ids, positions, [&](const Gather& gather) {
       LookupRows(gather, positions, reinterpret_cast<float*>(out), dim);
     });
   }
@@ -67,27 +79,26 @@ struct ResidentForward {
   // Returns (the lookup, whether its rows were found, whether lookups should be counted), or None for a wrong
   // id.
   template <typename Lookup, typename Kernel>
-  py::object Made(std::unique_ptr<Lookup> made, const KeyedFeatures& features, const KeyedBags& bags,
-                  const IntegerArgs& id_args, std::int64_t positions, const Kernel& kernel) const {
+  py::object Made(const Clock& call, std::unique_ptr<Lookup> made, const KeyedFeatures& features,
+                  const KeyedBags& bags, const IntegerArgs& id_args, std::int64_t positions,
+                  const Kernel& kernel) const {
     const Integers ids(id_args);
     features.Check(bags);
     Require(ids.count == bags.num_ids(), "the bags are of another number of ids");
-    if (!Run(features.Segments(bags, ids), positions, made.get(), kernel)) return py::none();
+    if (!Run(call, features.Segments(bags, ids), positions, made.get(), kernel)) return py::none();
     const bool found = made->rows != nullptr, due = lookups.due();
     return py::make_tuple(std::move(made), found, due);
   }
 
   // Returns false for a wrong id.
   template <typename Kernel>
-  bool Run(const std::vector<IdSegment>& segments, std::int64_t positions, Found* made,
+  bool Run(const Clock& call, const std::vector<IdSegment>& segments, std::int64_t positions, Found* made,
            const Kernel& kernel) const {
     const Rows at = rows.Of(dim);
-    double announce = 0, compute = 0;
+    double compute = 0;
     const py::gil_scoped_release unlocked;
-    {
-      const Stopwatch watch(&announce);
-      if (Deduplicate(segments, made->batch.get()).segment >= 0) return false;
-    }
+    if (Deduplicate(segments, made->batch.get()).segment >= 0) return false;
+    const double announce = call.Seconds();
     const PageVector<std::int32_t>& inverse = made->batch->inverse;
     Require(positions == static_cast<std::int64_t>(inverse.size()),
             "the number of positions is not the number of the features' ids");
@@ -114,36 +125,41 @@ std::optional<KeyedBags> BagsOrNone(const Make& make) {
 
 py::object PoolEqual(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
                      const Places& places, Address out, std::int64_t count, std::int64_t length) {
-  return self.Pool(features, EqualBags(count, length), ids, places, out);
+  const Clock call;
+  return self.Pool(call, features, EqualBags(count, length), ids, places, out);
 }
 
 py::object PoolOffsets(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
                        const Places& places, Address out, const IntegerArgs& offsets, bool has_end) {
+  const Clock call;
   const auto bags = BagsOrNone([&] { return BagsFromOffsets(offsets, std::get<1>(ids), has_end); });
-  return bags ? self.Pool(features, *bags, ids, places, out) : py::none();
+  return bags ? self.Pool(call, features, *bags, ids, places, out) : py::none();
 }
 
 py::object PoolLengths(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
                        const Places& places, Address out, const IntegerArgs& lengths, std::size_t keys,
                        std::int64_t stride, const std::optional<IntegerArgs>& offsets) {
+  const Clock call;
   const auto bags = BagsOrNone([&] {
     return MakeKeyedBags(lengths, std::vector<std::int64_t>(keys, stride), std::get<1>(ids), offsets);
   });
-  return bags ? self.Pool(features, *bags, ids, places, out) : py::none();
+  return bags ? self.Pool(call, features, *bags, ids, places, out) : py::none();
 }
 
 py::object CopyEach(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
                     Address out) {
-  return self.Copy(features, EqualBags(std::get<1>(ids), 1), ids, out);
+  const Clock call;
+  return self.Copy(call, features, EqualBags(std::get<1>(ids), 1), ids, out);
 }
 
 py::object CopyLengths(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
                        Address out, const IntegerArgs& lengths, std::size_t keys, std::int64_t stride,
                        const std::optional<IntegerArgs>& offsets) {
+  const Clock call;
   const auto bags = BagsOrNone([&] {
     return MakeKeyedBags(lengths, std::vector<std::int64_t>(keys, stride), std::get<1>(ids), offsets);
   });
-  return bags ? self.Copy(features, *bags, ids, out) : py::none();
+  return bags ? self.Copy(call, features, *bags, ids, out) : py::none();
 }
 
 }  // namespace

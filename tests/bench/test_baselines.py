@@ -60,7 +60,7 @@ def test_all_systems_train_the_same_model(tmp_path, capsys):
 
 
 def test_wrong_options():
-    with pytest.raises(ConfigError, match="no system gpu; there are: torch-sparse"):
+    with pytest.raises(ConfigError, match="--systems: there is no 'gpu'; there are torch-sparse"):
         run("--systems", "fbgemm,gpu")
     with pytest.raises(ConfigError, match="give --steps"):
         run("--data", "synthetic:zipf:1", "--rows", "10")

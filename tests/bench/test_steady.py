@@ -103,11 +103,11 @@ def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "must be at least 1"),
-        (["--hbm", "1/0"], "is no fraction"),
-        (["--hbm", "a/b"], "is no fraction"),
-        (["--read-ahead", "a/b"], "is no fraction"),
-        (["--read-ahead", "much"], "read_ahead is 'much'"),
+        (["--hbm", "1/0"], "--hbm 1/0: cannot divide by 0"),
+        (["--hbm", "a/b"], "--hbm is 'a/b'"),
+        (["--read-ahead", "2/1"], "--read-ahead 2/1: a fraction"),
+        (["--read-ahead", "much"], "--read-ahead is 'much'"),
+        (["--window", "soon"], "--window is a number of batches or auto"),
         (["--data", "nothing"], "unknown data"),
     ],
 )

@@ -149,7 +149,7 @@ def test_checking_leaves_files_as_they_are(tmp_path: Path) -> None:
         (["--store", "file"], "--store file is a file; give a folder"),
         (["--store", "file/rows"], "--store file/rows: file is a file; give another path"),
         (["--checkpoint", "file"], "--checkpoint file is a file; give a folder"),
-        (["--threads", "100000"], "the number of threads is 100000: number of threads must be between 1 and"),
+        (["--threads", "100000"], "--threads is 100000; it must be at most 1024"),
         (["--record", "/dev/full"], "/dev/full is no regular file; give another path"),
         (["--record", "."], "--record . is a folder"),
     ],

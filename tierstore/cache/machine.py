@@ -53,6 +53,16 @@ def _check_memory(config: TierConfig) -> None:
         )
 
 
+def check_memory(size: float, what: str, options: str) -> None:
+    """Raise ``ConfigError`` if ``what``, of ``size`` bytes, is more memory than this process can have;
+    ``options``: those of a command that may be lowered."""
+    if size > (there := host_memory()):
+        raise ConfigError(
+            f"{options}: {what} would take {format_bytes(int(size))} of memory, and this process can have "
+            f"{format_bytes(there)}; lower one of these options"
+        )
+
+
 def check_lockable(budget: int, rows: int) -> None:
     """Raise ``ConfigError`` if ``rows`` bytes of ``uvm`` are more memory than a GPU can be given now. Such
     memory cannot be swapped out, so what other processes use counts."""

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from fractions import Fraction
 
+from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
 
+_FIELDS = {field.name for field in fields(TierConfig)} - {"path"}
+_NO_OPTION = ", or set overcommit=True"
+"""What no command can do."""
 _FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+)|(%))\s*")
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Let a ConfigError that begins with a field of a TierConfig begin with the option of a command that has
+    the field's name."""
+    try:
+        yield
+    except ConfigError as error:
+        field = re.match(r"[a-z_]+", str(error))
+        if field is None or field.group() not in _FIELDS:
+            raise
+        text = f"--{field.group().replace('_', '-')}{str(error)[field.end() :]}"
+        raise ConfigError(text.replace(_NO_OPTION, "")) from error
 
 
 def budget(text: str, of: int, option: str) -> int | str:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tierstore.cli.arguments import check_arguments
+from tierstore.cli.messages import ArgumentParser
 from tierstore.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         print_benchmarks()
         return 0
     module = find_benchmark(args.name)
-    parser = argparse.ArgumentParser(prog=f"tierstore bench {args.name}", description=module.SUMMARY)
+    parser = ArgumentParser(prog=f"tierstore bench {args.name}", description=module.SUMMARY)
     module.add_arguments(parser)
     own = parser.parse_args(args.arguments)
     check_arguments(own)

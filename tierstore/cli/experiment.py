@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,15 +20,23 @@ from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
+from tierstore.cli.messages import say
 from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
 from tierstore.cli.progress import Display
 from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.recording import planners_curves, recording
 from tierstore.cli.report import RankFigures, Report, RunResult, Scalars
-from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, table_configs, tier_config
+from tierstore.cli.setup import (
+    check_options,
+    finish_imports,
+    load_dataset,
+    open_trainer,
+    table_configs,
+    tier_config,
+)
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
-from tierstore.errors import ConfigError, TierStoreError
+from tierstore.errors import TierStoreError
 from tierstore.result_file import JsonFile, ResultFile, machine
 
 EXIT_DIFFERENT = 1
@@ -63,12 +70,10 @@ class Experiment:
         )
         if args.record and prints:
             ResultFile(args.record, "--record")
-        if not 0 < args.record_rate <= 1:
-            raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
         tierstore.set_num_threads(args.threads)  # refuses more threads than torch survives
         torch.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
-        tier_config(args, 1 << 60)  # refuses what is wrong by itself, before a data set is read
+        check_options(args)
         self.dataset = load_dataset(args)
         if self.plan is not None:
             check_tables(self.plan, table_configs(self.dataset, args.dim), args.plan)
@@ -215,7 +220,7 @@ class Experiment:
 
     def _say(self, text: str) -> None:
         if self.ranks.prints:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def _print_report(self, report: Report) -> None:
         from rich.console import Console

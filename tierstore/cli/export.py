@@ -8,6 +8,7 @@ from typing import Any
 
 from tierstore.cli import sharded
 from tierstore.cli.storage import add_command, parse_commit, print_json, progress_of
+from tierstore.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -39,6 +40,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.directory.resolve() in args.target.resolve().parents:
+        raise ConfigError(f"TARGET {args.target} is in the folder that is exported; give another path")
     rows, tables = sharded.export(args) if sharded.is_sharded(args.directory) else _export(args)
     if args.json:
         print_json({"target": str(args.target), "rows": rows, "tables": tables})

@@ -16,6 +16,7 @@ from importlib import import_module
 
 import tierstore
 from tierstore.cli.arguments import check_arguments
+from tierstore.cli.messages import ArgumentParser
 from tierstore.cli.ranks import complain, own_rank
 from tierstore.cli.whole_compile import WholeCompile
 from tierstore.cli.whole_import import WholeImport
@@ -32,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line; each sub-command sets ``args.run``."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory for PyTorch, trained bit for bit as if in memory.",
     )
@@ -72,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(f"error: {error_text(error)}")
         return EXIT_USAGE
+    except (MemoryError, RuntimeError) as error:
+        if args.debug or not _is_refused_memory(error):
+            raise
+        complain(f"error: no memory: {error_text(error)}; give smaller sizes, of batches, rows or dimensions")
+        return EXIT_USAGE
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +92,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         if end.code:
             complain(said.getvalue().strip())
         raise
+
+
+def _is_refused_memory(error: Exception) -> bool:
+    """Return whether the system refused memory; torch says so by a RuntimeError."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def error_text(error: Exception) -> str:

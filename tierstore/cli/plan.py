@@ -88,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
     plot_format = plan_plot.plot_format(args.plot) if args.plot else ""
     check_data(args)
     topology = Topology.from_dict(read_yaml(args.topology, "--topology"))
+    planner = _planner(args, topology, None)  # reads its files before it reads batches
     found = planned_data(args, topology.world_size) if args.data else None
-    planner = _planner(args, topology, None if found is None else found.stats)
+    if found is not None:
+        planner = _planner(args, topology, found.stats)
     tables = specs_of(Path(args.tables)) if found is None else found.tables
     try:
         simulate = None if found is None else found.simulate

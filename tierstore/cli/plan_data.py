@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tierstore.trace import Trace
 
 
+_DEFAULTS = {"dim": 32, "optimizer": "rowwise-adagrad", "seed": 0}
+
+
 @dataclass(frozen=True)
 class PlannedData:
     """Tables, their recorded curves for the planner, and a line that says where both come from.
@@ -75,10 +78,12 @@ def add_data(group: Any) -> None:
         "--max-rows", type=int, metavar="N", help="synthetic:criteo: cap of the rows per table"
     )
     group.add_argument("--steps", type=int, metavar="N", help="batches of the training (default: all)")
-    group.add_argument("--dim", type=int, default=32, metavar="D", help="embedding dimension (default: 32)")
+    group.add_argument(
+        "--dim", type=int, default=_DEFAULTS["dim"], metavar="D", help="embedding dimension (default: 32)"
+    )
     group.add_argument(
         "--optimizer",
-        default="rowwise-adagrad",
+        default=_DEFAULTS["optimizer"],
         metavar="NAME",
         help="optimizer of the rows (default: rowwise-adagrad)",
     )
@@ -95,8 +100,8 @@ def check_data(args: argparse.Namespace) -> None:
     if args.data is None:
         if args.tables is None:
             raise ConfigError("give the tables: --tables YAML, or --data NAME for those of a data set")
-        for option in ("data_path", "rows", "max_rows", "steps", "policy"):
-            if getattr(args, option) is not None:
+        for option in ("data_path", "rows", "max_rows", "steps", "policy", *_DEFAULTS):
+            if getattr(args, option) != _DEFAULTS.get(option):
                 raise ConfigError(f"--{option.replace('_', '-')} is about a data set; give --data NAME, too")
         return
     if args.tables is not None and not args.tables.isdecimal():

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli.messages import say
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,14 +149,14 @@ def leave(ranks: Ranks) -> None:
 def complain(text: str) -> None:
     """Print ``text`` on stderr, once for all ranks that call this with an error of their own or of all."""
     if own_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        say(text)
         with suppress(Exception):
             _stores[0].set(_PRINTED, "0")
     elif not _stores:  # torchrun ends this rank once rank 0 has failed, too
         time.sleep(_EARLY_PATIENCE_S)
-        print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
+        say(f"rank {own_rank()}: {text}")
     elif not _printed_by_rank_0():
-        print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
+        say(f"rank {own_rank()}: {text}")
 
 
 def _printed_by_rank_0() -> bool:

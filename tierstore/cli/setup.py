@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import cache_policies
 import tierstore
 from tierstore import data, models
-from tierstore.cache.shares import budget
+from tierstore.cache.machine import check_machine, check_memory
+from tierstore.cache.shares import budget, named_as_options
+from tierstore.cache.tiers.sizes import as_policy
 from tierstore.cli.checkpoint import store_of
 from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.trainer import Schedule, Trainer
@@ -42,6 +45,9 @@ comes next to it."""
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]
 """Sizes of the DLRM's perceptrons; the lower one ends with the embedding dimension."""
 
+_SOME_BYTES = 1 << 30
+"""Tables of which any share is a budget that a machine can have."""
+
 
 def finish_imports() -> None:
     """Load code that would be loaded later, so that memory measured afterwards is the tiers' alone.
@@ -66,22 +72,34 @@ def load_dataset(args: argparse.Namespace) -> Dataset:
 
 def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
     """Return the tiers that the options of the group "tiers" ask for; the tables take ``all_bytes``."""
-    return TierConfig(
-        hbm=budget(args.hbm, all_bytes, "--hbm"),
-        uvm=budget(args.uvm, all_bytes, "--uvm"),
-        ssd=args.ssd,
-        path=store_of(args),
-        engine=args.engine,
-        policy=args.policy,
-        admission=args.admission,
-        depth=args.depth,
-        window=args.window,
-        read_ahead=budget(args.read_ahead, all_bytes, "--read-ahead"),
-        ssd_dtype=args.ssd_dtype,
-        uvm_dtype=args.uvm_dtype,
-        state_dtype=args.state_dtype,
-        stochastic_rounding=args.rounding == "stochastic",
-    )
+    with named_as_options():
+        return TierConfig(
+            hbm=budget(args.hbm, all_bytes, "--hbm"),
+            uvm=budget(args.uvm, all_bytes, "--uvm"),
+            ssd=args.ssd,
+            path=store_of(args),
+            engine=args.engine,
+            policy=args.policy,
+            admission=args.admission,
+            depth=args.depth,
+            window=args.window,
+            read_ahead=budget(args.read_ahead, all_bytes, "--read-ahead"),
+            ssd_dtype=args.ssd_dtype,
+            uvm_dtype=args.uvm_dtype,
+            state_dtype=args.state_dtype,
+            stochastic_rounding=args.rounding == "stochastic",
+        )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are wrong by themselves, before a data set is read."""
+    config = tier_config(args, _SOME_BYTES)
+    with named_as_options():
+        check_machine(replace(config, path=None))
+    as_policy(config.policy)  # refuses one that no training can have
+    dense = 4 * args.dim * (LOWER_LAYERS[-1] + len(UPPER_LAYERS) * UPPER_LAYERS[0])
+    check_memory(3 * dense, "the dense layers, their gradients and optimizer", "--dim")
+    check_memory(args.batch_size * (4 * args.dim + 12), "a batch of one table", "--batch-size, --dim")
 
 
 def table_configs(dataset: Dataset, dim: int) -> list[tierstore.EmbeddingBagConfig]:

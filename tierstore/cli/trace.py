@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile, ResultFile
 from tierstore.trace.options import add_source, open_source
 
@@ -55,8 +54,6 @@ def _describe(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> int:
     from tierstore.trace import TraceRecorder
 
-    if not 0 < args.rate <= 1:
-        raise ConfigError(f"--rate must be above 0 and at most 1, not {args.rate:g}")
     out = ResultFile(args.out, "--out")
     trace = open_source(args)
     known = dict(zip(trace.tables, trace.num_embeddings or (0,) * len(trace.tables), strict=True))

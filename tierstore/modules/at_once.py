@@ -6,7 +6,7 @@ What Python needs of such a lookup is made when a backward pass asks for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -18,9 +18,9 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import ResidentRows
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.lookup import (
-    AtOnceFunction,
     PooledGradients,
     SequenceGradients,
+    applied,
     readable_gradient,
     sequence_gradients,
 )
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tierstore.modules.base import TieredModule
 
 Native = TypeVar("Native", _core.PooledLookup, _core.RowLookup)
-Made = TypeVar("Made", "PooledAtOnce", "RowsAtOnce")
 
 
 class LookupAtOnce(ABC, Generic[Native]):
@@ -39,17 +38,11 @@ class LookupAtOnce(ABC, Generic[Native]):
 
     __slots__ = ("_group", "_lookup", "_native", "out")
 
-    def __init__(self, group: TierGroup, native: Native, out: Tensor) -> None:
-        self._group = group
-        self._native: Native = native
-        self._lookup: FeatureLookup | None = None
-        self.out: Tensor | None = out
-
-    def take_out(self) -> Tensor:
-        """Return the output. It knows this object, which must not know the output then."""
-        out, self.out = self.out, None
-        assert out is not None
-        return out
+    _group: TierGroup
+    _lookup: FeatureLookup | None
+    _native: Native
+    out: Tensor | None
+    """The output, until autograd has it."""
 
     def whole(self) -> FeatureLookup:
         """Return the lookup as other code takes it."""
@@ -61,6 +54,11 @@ class LookupAtOnce(ABC, Generic[Native]):
             self._lookup = FeatureLookup([part], shape, [features], counts)
         return self._lookup
 
+    def count_soon(self) -> None:
+        """Let another thread count the lookups so far."""
+        assert self._group.resident is not None
+        self._group.resident.count_soon()
+
     @abstractmethod
     def gradients(self, grad: Tensor) -> PooledGradients | SequenceGradients:
         """Return the gradient of the output as updates read it."""
@@ -71,121 +69,94 @@ class LookupAtOnce(ABC, Generic[Native]):
 
 
 class PooledAtOnce(LookupAtOnce[_core.PooledLookup]):
-    """``features``: their numbers; ``bags``: of each; ``spans``: of the part's ids."""
+    """``features``: their numbers; ``spans``: of the part's ids. Each feature has a bag for every row of the
+    output."""
 
-    __slots__ = ("bags", "features", "spans")
-    bags: int
-    features: Sequence[int]
-    spans: list[tuple[int, int]]
+    __slots__ = ("_bags", "_features", "_spans")
+
+    def __init__(
+        self,
+        group: TierGroup,
+        native: _core.PooledLookup,
+        out: Tensor,
+        bags: int,
+        features: Sequence[int],
+        spans: list[tuple[int, int]],
+    ) -> None:
+        self._group = group
+        self._native = native
+        self._lookup = None
+        self.out = out
+        self._bags = bags
+        self._features = features
+        self._spans = spans
 
     def gradients(self, grad: Tensor) -> PooledGradients:
         return PooledGradients(readable_gradient(grad), [None], [None])
 
     def _described(self) -> tuple[PooledPart, list[int], list[int]]:
-        part = PooledPart(self._group, self._native.batch, self.spans, bags=self._native.bags)
-        return part, list(self.features), [self.bags] * len(self.features)
+        part = PooledPart(self._group, self._native.batch, self._spans, bags=self._native.bags)
+        return part, list(self._features), [self._bags] * len(self._features)
 
 
 class RowsAtOnce(LookupAtOnce[_core.RowLookup]):
     """``keys``: the number of each feature's key."""
 
-    __slots__ = ("keys",)
-    keys: NDArray[np.int64]
+    __slots__ = ("_keys",)
+
+    def __init__(
+        self, group: TierGroup, native: _core.RowLookup, out: Tensor, keys: NDArray[np.int64]
+    ) -> None:
+        self._group = group
+        self._native = native
+        self._lookup = None
+        self.out = out
+        self._keys = keys
 
     def gradients(self, grad: Tensor) -> SequenceGradients:
         return sequence_gradients([grad])
 
     def _described(self) -> tuple[SequencePart, list[int], list[int]]:
         part = SequencePart(self._group, self._native.batch, [])
-        return part, list(range(len(self.keys))), self._native.bags.counts(self.keys)
+        return part, list(range(len(self._keys))), self._native.bags.counts(self._keys)
 
 
-def forward_of(module: TieredModule, group: TierGroup) -> _core.ResidentForward | None:
-    """Return what makes the lookup of a forward call of ``module``, in a tier of ``group``.
+def trained_at_once(module: TieredModule, group: TierGroup) -> tuple[_core.ResidentForward, Tensor] | None:
+    """Return what makes the lookup of a forward call of ``module`` now, of rows in a tier of ``group``, and
+    what autograd trains in place of the rows.
 
-    None where a lookup takes more than that: where rows leave the tier, or are elsewhere than in this
-    machine's memory, where the forward call trains nothing, where lookups are made ahead, and where a process
-    of several has to be checked."""
+    None where a lookup takes more than one native call: where rows leave the tier, or are elsewhere than in
+    this machine's memory, where the forward call trains nothing, where lookups are made ahead, and where a
+    process of several has to be checked."""
     resident = group.resident
-    if resident is None or resident.forward is None or group.stats.before:
+    if resident is None or (forward := resident.forward) is None or group.stats.before:
         return None
-    if module.observer is not None or module.makes_ahead or not module.trains or has_other_ranks():
+    if module.observer is not None or module.makes_ahead or (anchor := module.anchor_to_train()) is None:
+        return None
+    if has_other_ranks():
         return None
     group.check_open()
-    return resident.forward
+    return forward, anchor
 
 
-def pooled_at_once(
-    module: TieredModule,
-    group: TierGroup,
-    shape: tuple[int, int],
-    make: Callable[[int], tuple[_core.PooledLookup, bool, bool] | None],
-    part: tuple[Sequence[int], list[tuple[int, int]]],
-) -> Tensor | None:
-    """Return the output, of this shape, of a lookup that ``make`` makes, given the output's address. None for
-    ids or bags that are wrong. ``part``: its features, which have a bag each in every example, and its
-    spans."""
-    made = _made(PooledAtOnce, group, shape, make)
-    if made is None:
-        return None
-    lookup, is_found = made
-    lookup.bags = shape[0]
-    lookup.features, lookup.spans = part
-    if is_found:
-        return _applied(module, lookup)
-    return module.pooled_rows(_step_by_step(lookup), None)
+def finished(
+    module: TieredModule, anchor: Tensor, lookup: PooledAtOnce | RowsAtOnce, is_found: bool, is_due: bool
+) -> Tensor:
+    """Return the output of a lookup that :func:`trained_at_once` has begun.
 
-
-def rows_at_once(
-    module: TieredModule,
-    group: TierGroup,
-    count: int,
-    make: Callable[[int], tuple[_core.RowLookup, bool, bool] | None],
-    keys: NDArray[np.int64],
-) -> tuple[RowsAtOnce, Tensor] | None:
-    """Return a lookup of ``count`` ids that ``make`` makes, given the address of the rows, and the rows. None
-    for ids or bags that are wrong. ``keys``: the number of each feature's key."""
-    made = _made(RowsAtOnce, group, (count, group.layout.dim), make)
-    if made is None:
-        return None
-    lookup, is_found = made
-    lookup.keys = keys
-    if is_found:
-        return lookup, _applied(module, lookup)
-    return lookup, module.rows_one_by_one(_step_by_step(lookup))[0]
-
-
-def _made(
-    kind: Callable[[TierGroup, Native, Tensor], Made],
-    group: TierGroup,
-    shape: tuple[int, int],
-    make: Callable[[int], tuple[Native, bool, bool] | None],
-) -> tuple[Made, bool] | None:
-    """Return a lookup of this ``kind``, and whether its rows were found; None where ``make`` returns none."""
-    out = _output(shape)
-    made = None if out is None else make(out.data_ptr())
-    if out is None or made is None:
-        return None
-    native, is_found, is_due = made
+    ``is_found``: whether its rows were found; ``is_due``: whether it is time to count lookups."""
     if is_due:
-        assert group.resident is not None
-        group.resident.count_soon()
-    return kind(group, native, out), is_found
-
-
-def _applied(module: TieredModule, lookup: PooledAtOnce | RowsAtOnce) -> Tensor:
-    found: Tensor = AtOnceFunction.apply(module.gradient_anchor(), module, lookup)
-    return found
-
-
-def _step_by_step(lookup: PooledAtOnce | RowsAtOnce) -> FeatureLookup:
-    """Return a lookup, of which rows are missing, as other code takes it."""
+        lookup.count_soon()
+    if is_found:
+        return applied(anchor, module, lookup)
     whole = lookup.whole()
     lookup.out = None  # the tier may need the memory for the rows
-    return whole
+    if isinstance(lookup, PooledAtOnce):
+        return module.pooled_rows(whole, None)
+    return module.rows_one_by_one(whole)[0]
 
 
-def _output(shape: tuple[int, int]) -> Tensor | None:
+def new_output(shape: tuple[int, int]) -> Tensor | None:
     """Return memory for an output; None where it is refused: a lookup step by step asks for the rows' memory
     first, and says how large the budget should be."""
     try:

@@ -25,18 +25,19 @@ NOT_TWICE = (
 class LookupFunction(torch.autograd.Function):
     """An autograd function that is called as often as lookups are."""
 
-    _plain_apply: ClassVar[Callable[..., Tensor]]
+    plain_apply: ClassVar[Callable[..., Tensor]]
+    """Calls the function without what torch prepares for transforms of functions."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._plain_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        cls.plain_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
     @classmethod
     def apply(cls, *args):  # type: ignore[no-untyped-def]
-        """Call the function without what torch prepares for transforms of functions, where there are none."""
+        """Call the function; by ``plain_apply`` where there are no transforms of functions."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return cls._plain_apply(*args)
+        return cls.plain_apply(*args)
 
 
 def derived_once(grad: Tensor | None, of: Sequence[Tensor]) -> Tensor | None:

@@ -211,8 +211,17 @@ class TieredModule(TrainedTables, nn.Module):
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
-            return self.anchor if torch.compiler.is_compiling() else leaf_of(self._shown, self.anchor)
+            leaf = None if torch.compiler.is_compiling() else leaf_of(self._shown, self.anchor)
+            return self.anchor if leaf is None else leaf
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
+
+    def anchor_to_train(self) -> Tensor | None:
+        """Return :meth:`gradient_anchor`, outside of a compiler; None if this forward call trains nothing."""
+        if not self.training or not torch.is_grad_enabled():
+            return None
+        if self._shown and active_ddp() is None:
+            return leaf_of(self._shown, self.anchor)
+        return None if self.frozen else self.gradient_anchor()
 
     def anchors(self) -> list[Tensor]:
         """Return the tensors that autograd trains in place of the rows."""

@@ -15,7 +15,7 @@ from tierstore.cache.layout import IdSegment
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.at_once import forward_of, rows_at_once
+from tierstore.modules.at_once import RowsAtOnce, finished, new_output, trained_at_once
 from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import compiled_as
@@ -234,14 +234,18 @@ class TieredEmbedding(SingleTable):
     def _rows_at_once(self, input: Tensor) -> Tensor | None:
         """Return the rows of the ids if one native call can find and copy them; None also for wrong ids."""
         group = self.engine.group_of(self.table_numbers[0])
-        if (forward := forward_of(self, group)) is None:
+        if (trained := trained_at_once(self, group)) is None:
             return None
         ids = self.ids_of(input)
-        native, given = self._features.native, described(ids)
-        made = rows_at_once(
-            self, group, ids.numel(), lambda out: forward.copy_each(native, given, out), _ONLY_KEY
-        )
-        return None if made is None else made[1]
+        given = described(ids)
+        if (out := new_output((given[1], self.embedding_dim))) is None:
+            return None
+        forward, anchor = trained
+        made = forward.copy_each(self._features.native, given, out.data_ptr())
+        if made is None:
+            return None
+        lookup = RowsAtOnce(group, made[0], out, _ONLY_KEY)
+        return finished(self, anchor, lookup, made[1], made[2])
 
     def _shaped(self, rows: Tensor, input: Tensor) -> Tensor:
         if input.dim() != 1:

@@ -16,7 +16,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.at_once import forward_of, pooled_at_once
+from tierstore.modules.at_once import PooledAtOnce, finished, new_output, trained_at_once
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import FeatureLookup
@@ -31,6 +31,8 @@ from tierstore.modules.tables import (
 from tierstore.modules.traced import traced_pooling
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
+
+_ONLY_FEATURE = (0,)
 
 
 class TieredEmbeddingBag(SingleTable):
@@ -200,11 +202,11 @@ class TieredEmbeddingBag(SingleTable):
         """Return the pooled bags if one native call can find and pool the rows; None also for ids or offsets
         that are wrong."""
         group, own = self.engine.group_of(self.table_numbers[0]), self._features
-        forward = None if own.takes_max else forward_of(self, group)
-        if forward is None:
+        trained = None if own.takes_max else trained_at_once(self, group)
+        if trained is None:
             return None
+        forward, anchor = trained
         ids = self.ids_of(input)
-        given: tuple[Any, ...] = own.native, described(ids), self._output
         if offsets is None:
             if ids.dim() != 2:
                 return None
@@ -217,9 +219,14 @@ class TieredEmbeddingBag(SingleTable):
             rest = (described(offsets), self.include_last_offset)
             if ids.dim() != 1 or offsets.dim() != 1 or bags < 0:
                 return None
-        shape = bags, self.embedding_dim
-        part = [0], [(0, ids.numel())]
-        return pooled_at_once(self, group, shape, lambda out: call(*given, out, *rest), part)
+        if (out := new_output((bags, self.embedding_dim))) is None:
+            return None
+        given = described(ids)
+        made = call(own.native, given, self._output, out.data_ptr(), *rest)
+        if made is None:
+            return None
+        lookup = PooledAtOnce(group, made[0], out, bags, _ONLY_FEATURE, [(0, given[1])])
+        return finished(self, anchor, lookup, made[1], made[2])
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

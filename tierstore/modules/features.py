@@ -92,6 +92,11 @@ class Features:
         """Let ids that are out of range do what ``modes`` say, by table: of config.BOUNDS_CHECKS."""
         self._key_bounds = KeyBounds(self.configs, modes) or None
 
+    @property
+    def bounds_ids(self) -> bool:
+        """Whether ids that are out of range may be no error."""
+        return self._key_bounds is not None
+
     def values_of(self, keyed: KeyedJaggedTensor) -> Tensor:
         """Return the ids of all keys, checked and in contiguous memory."""
         values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
@@ -130,7 +135,10 @@ class PooledFeatures(Features):
         self.poolings: list[PoolingType] = [pooling_of[feature.config.name] for feature in self.all]
         self.modes = [MODES[pooling.value.lower()] for pooling in self.poolings]
         ends, self.width = accumulate(self.dims), sum(self.dims)
-        self._side_by_side = [(end - dim, self.width) for end, dim in zip(ends, self.dims, strict=True)]
+        self.side_by_side = [(end - dim, self.width) for end, dim in zip(ends, self.dims, strict=True)]
+        """The first float and the stride of every feature's vectors in an output that has a row for each
+        example."""
+        self.takes_max = PoolingType.MAX in self.poolings
 
     def check_counts(self, keyed: KeyedJaggedTensor, counts: Sequence[int]) -> None:
         """Raise InputError if the features' numbers of bags differ and there are no inverse indices."""
@@ -146,7 +154,7 @@ class PooledFeatures(Features):
             # every feature's vectors in a block of its own, one after another
             starts = [0, *accumulate(n * dim for n, dim in zip(counts, self.dims, strict=True))]
             return list(zip(starts, self.dims, strict=False)), (starts[-1],)
-        return self._side_by_side, (counts[0] if counts else 0, self.width)
+        return self.side_by_side, (counts[0] if counts else 0, self.width)
 
     @staticmethod
     def expands(keyed: KeyedJaggedTensor) -> bool:

@@ -22,6 +22,8 @@ from tierstore.modules.parts import MODES, PooledPart, SequencePart
 from tierstore.sparse import KeyedJaggedTensor
 
 _DTYPES = torch.int64, torch.int32
+Integers = tuple[int, int, bool]
+"""Contiguous numbers: address, count, and whether they are int32; else they are int64."""
 Places = Sequence[tuple[int, int]]
 """The first float and the stride of every feature's vectors in the output."""
 Output = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -136,7 +138,11 @@ class KeyedParts:
     def fit(self, keyed: KeyedJaggedTensor, engine: Engine) -> bool:
         """Return whether these are the parts of this batch, too. Going to a commit makes other tier
         groups."""
-        return keyed.keys() == self._keys and engine.groups is self._groups
+        return self.are_of(keyed.keys(), engine)
+
+    def are_of(self, keys: list[str], engine: Engine) -> bool:
+        """Return whether these are the parts of batches with these keys; see :meth:`fit`."""
+        return keys == self._keys and engine.groups is self._groups
 
     def lookup(
         self, bags: _core.KeyedBags, ids: Tensor, places: Places, id_begin: Sequence[int] | None
@@ -169,9 +175,25 @@ def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
         raise InputError(f"KeyedJaggedTensor: {error}") from None
 
 
-def described(tensor: Tensor) -> tuple[int, int, bool]:
+def described(tensor: Tensor) -> Integers:
     """Return contiguous int32 or int64 numbers as the core takes them; ``tensor`` must outlive the call."""
     return tensor.data_ptr(), tensor.numel(), tensor.dtype is torch.int32
+
+
+def plainly(tensor: Tensor) -> Integers | None:
+    """Describe numbers, as :func:`described` does, that the core can read as they are; None for others."""
+    dtype = tensor.dtype
+    if dtype not in _DTYPES or not tensor.is_contiguous():
+        return None
+    return tensor.data_ptr(), tensor.numel(), dtype is torch.int32
+
+
+def integers(tensor: Tensor) -> tuple[Integers, Tensor]:
+    """Return integers of any dtype as the core takes them, and what has their memory."""
+    if (plain := plainly(tensor)) is None:
+        tensor = as_integers(tensor)
+        plain = described(tensor)
+    return plain, tensor
 
 
 def as_integers(tensor: Tensor) -> Tensor:

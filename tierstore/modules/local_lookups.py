@@ -8,17 +8,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tierstore.modules.at_once import forward_of, pooled_at_once, rows_at_once
+from tierstore.modules.at_once import (
+    PooledAtOnce,
+    RowsAtOnce,
+    finished,
+    new_output,
+    trained_at_once,
+)
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.jagged_rows import rows_by_feature
-from tierstore.modules.keyed_parts import KeyedParts, as_integers, bags_of, described
+from tierstore.modules.keyed_parts import Integers, KeyedParts, bags_of, described, integers, plainly
 from tierstore.modules.tables import OpenTables
-from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor
+from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor, uniform
 
-_AtOnce: TypeAlias = tuple[Any, Any, tuple[Any, ...], tuple[Any, ...], object]
-"""A part, what makes its lookup, features and ids and bags as that takes them, and what has their memory."""
+_Begun: TypeAlias = tuple[Any, Any, Tensor, tuple[Any, ...], tuple[Any, ...], object]
+"""A part, what makes its lookup, what autograd trains, features and ids and bags as the native call takes
+them, and what has their memory."""
 
 
 class _Local:
@@ -37,22 +44,29 @@ class _Local:
             parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)
         return parts
 
-    def _forward(self, module: TieredModule, keyed: KeyedJaggedTensor) -> _AtOnce | None:
-        """Return the only part of a batch, and what makes its lookup in one native call. None where a lookup
-        takes more, and for the first batch with other keys."""
-        parts = self._parts
-        if parts is None or not parts.fit(keyed, self._engine) or (part := parts.only) is None:
+    def _begun(self, module: TieredModule, keyed: KeyedJaggedTensor) -> _Begun | None:
+        """Return what a lookup in one native call takes. None where a lookup takes more, and for the first
+        batch with other keys."""
+        parts, plain = self._parts, uniform(keyed)
+        if parts is None or plain is None:
             return None
-        if not keyed.values().is_cpu or keyed.variable_stride_per_key():
+        keys, values, lengths, offsets, stride = plain
+        if (part := parts.only) is None or not parts.are_of(keys, self._engine) or not values.is_cpu:
             return None
-        if (forward := forward_of(module, part.group)) is None:
+        if (trained := trained_at_once(module, part.group)) is None:
             return None
-        ids, lengths = self._features.values_of(keyed), as_integers(keyed.lengths())
-        offsets = keyed.offsets_or_none()
-        offsets = None if offsets is None else as_integers(offsets)
-        first = None if offsets is None else described(offsets)
-        bags = described(lengths), len(keyed.keys()), keyed.stride(), first
-        return part, forward, (part.features.native, described(ids)), bags, (ids, lengths, offsets)
+        ids, held = self._ids(keyed, values)
+        counts, kept = integers(lengths)
+        first, also = (None, None) if offsets is None else integers(offsets)
+        bags = counts, len(keys), stride, first
+        return part, *trained, (part.features.native, ids), bags, (held, kept, also)
+
+    def _ids(self, keyed: KeyedJaggedTensor, values: Tensor) -> tuple[Integers, Tensor]:
+        """Return the ids of ``keyed`` as the core takes them, and what has their memory."""
+        if values.dim() == 1 and not self._features.bounds_ids and (plain := plainly(values)) is not None:
+            return plain, values
+        values = self._features.values_of(keyed)
+        return described(values), values
 
 
 class LocalPooling(_Local):
@@ -80,10 +94,10 @@ class LocalPooling(_Local):
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
         keyed, own = as_keyed_jagged_tensor(features), self._features
-        if self._engine.on_meta and keyed.values().is_meta:
-            return _described(own, keyed)
         if (pooled := self._pooled_at_once(module, keyed)) is not None:
             return pooled
+        if self._engine.on_meta and keyed.values().is_meta:
+            return _described(own, keyed)
         weights = own.weights_of(keyed) if own.is_weighted else None
         expand = own.inverse_rows(keyed) if own.expands(keyed) else None
         lookup = module.find_lookup(keyed)
@@ -97,20 +111,18 @@ class LocalPooling(_Local):
         """Return the pooled rows of a batch if one native call can find and pool them; None also for a batch
         with a fault, and for the first one with other keys."""
         own = self._features
-        if own.is_weighted or own.expands(keyed) or (one := self._forward(module, keyed)) is None:
+        if own.is_weighted or own.takes_max or (begun := self._begun(module, keyed)) is None:
             return None
-        part, forward, given, bags, _kept = one
-        if part.features.takes_max:
+        part, forward, anchor, given, bags, _kept = begun
+        out = new_output((bags[2], own.width))
+        if out is None:
             return None
-        shape = keyed.stride(), own.width
-        places = part.output(own.places([shape[0]], False)[0])
-        return pooled_at_once(
-            module,
-            part.group,
-            shape,
-            lambda out: forward.pool_lengths(*given, places, out, *bags),
-            (part.members, []),
-        )
+        places = part.output(own.side_by_side)
+        made = forward.pool_lengths(*given, places, out.data_ptr(), *bags)
+        if made is None:
+            return None
+        lookup = PooledAtOnce(part.group, made[0], out, bags[2], part.members, [])
+        return finished(module, anchor, lookup, made[1], made[2])
 
 
 def _described(features: PooledFeatures, keyed: KeyedJaggedTensor) -> Tensor:
@@ -137,13 +149,13 @@ class LocalRows(_Local):
     def rows(self, module: TieredModule, keyed: KeyedJaggedTensor) -> Callable[[], Sequence[Tensor]]:
         """Look the rows of a batch up. Return what returns for every feature the rows of its ids, float32
         (ids, dim)."""
+        if (at_once := self._rows_at_once(module, keyed)) is not None:
+            return at_once
         if self._engine.on_meta and keyed.values().is_meta:
             counts, own = keyed.length_per_key(), self._features
             pairs = zip(own.keys_of(keyed), own.dims, strict=True)
             described = [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
             return lambda: described
-        if (at_once := self._rows_at_once(module, keyed)) is not None:
-            return at_once
         lookup = module.find_lookup(keyed)
         assert isinstance(lookup, FeatureLookup)
         outputs = module.rows_one_by_one(lookup)
@@ -154,17 +166,16 @@ class LocalRows(_Local):
     ) -> Callable[[], Sequence[Tensor]] | None:
         """Return what returns the rows if one native call can find and copy them; None also for a batch with
         a fault, and for the first one with other keys."""
-        if (one := self._forward(module, keyed)) is None:
+        if (begun := self._begun(module, keyed)) is None:
             return None
-        part, forward, given, bags, _kept = one
+        part, forward, anchor, given, bags, _kept = begun
         parts = self._parts
         if parts is None or not parts.cover_keys:
             return None
-        count = keyed.values().numel()
-        made = rows_at_once(
-            module, part.group, count, lambda out: forward.copy_lengths(*given, out, *bags), parts.keys
-        )
-        if made is None:
+        out = new_output((given[1][1], part.group.layout.dim))
+        made = None if out is None else forward.copy_lengths(*given, out.data_ptr(), *bags)
+        if out is None or made is None:
             return None
-        lookup, rows = made
+        lookup = RowsAtOnce(part.group, made[0], out, parts.keys)
+        rows = finished(module, anchor, lookup, made[1], made[2])
         return lambda: rows_by_feature(lookup.whole(), [rows])

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
@@ -29,11 +30,9 @@ AtOnceCtx: TypeAlias = "Context[Updates, LookupAtOnce]"
 
 
 class LookupAtOnce(Protocol):
-    """A lookup of one part whose output is made."""
+    """A lookup of one part whose output is made. ``out``: the output, until autograd has it."""
 
-    def take_out(self) -> Tensor:
-        """Return the output, once."""
-        ...
+    out: Tensor | None
 
     def whole(self) -> Lookup:
         """Return the lookup with all that an update needs."""
@@ -172,7 +171,9 @@ class AtOnceFunction(LookupFunction):
     @staticmethod
     def forward(ctx: AtOnceCtx, anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
         ctx.module, ctx.lookup = module, lookup
-        return lookup.take_out()
+        out, lookup.out = lookup.out, None  # the output knows the lookup, which must not know the output then
+        assert out is not None
+        return out
 
     @staticmethod
     def backward(ctx: AtOnceCtx, *grads: Tensor) -> tuple[None, None, None]:
@@ -181,6 +182,13 @@ class AtOnceFunction(LookupFunction):
             if _reaches_rows(ctx):
                 _update_or_keep(ctx.module, ctx.lookup.whole(), ctx.lookup.gradients(grads[0]))
         return None, None, None
+
+
+def applied(anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
+    """Return the output of ``lookup``, whose backward pass updates the rows of ``module``."""
+    apply = AtOnceFunction.apply if _are_functorch_transforms_active() else AtOnceFunction.plain_apply
+    found: Tensor = apply(anchor, module, lookup)
+    return found
 
 
 def _weighted(

@@ -345,11 +345,13 @@ class ShownParameter:
         return self._parameters.get(SHOWN) is self._first
 
 
-def leaf_of(shown: Sequence[ShownParameter], anchor: Tensor) -> Tensor:
+def leaf_of(shown: Sequence[ShownParameter], anchor: Tensor) -> Tensor | None:
     """Return the tensor that autograd trains in place of rows: the parameter of a trained table, so that
-    ``backward(inputs=[*model.parameters()])`` reaches the rows, or ``anchor`` where a wrapper replaced it."""
+    ``backward(inputs=[*model.parameters()])`` reaches the rows, or ``anchor`` where a wrapper replaced it.
+    None if all tables are frozen."""
     for one in shown:
-        parameter = one.now
+        found = one._parameters.get(SHOWN)  # one.now, without a call where no wrapper has replaced it
+        parameter = one.now if found is None else found
         if parameter.requires_grad:
             return parameter if type(parameter) is nn.Parameter else anchor
-    return anchor
+    return None

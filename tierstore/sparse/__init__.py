@@ -6,6 +6,7 @@ from tierstore.sparse.convert import as_keyed_jagged_tensor
 from tierstore.sparse.jagged import JaggedTensor, jagged_by_name
 from tierstore.sparse.keyed import KeyedTensor
 from tierstore.sparse.keyed_jagged import KeyedJaggedTensor
+from tierstore.sparse.per_key import uniform
 
 __all__ = [
     "JaggedTensor",
@@ -16,4 +17,5 @@ __all__ = [
     "collate_keyed_jagged",
     "jagged_by_name",
     "pytree",
+    "uniform",
 ]

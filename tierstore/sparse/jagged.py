@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Protocol
 
 import torch
@@ -290,12 +290,11 @@ _FROM_SOURCE = ("_values", "_weights", "_lengths")
 
 def jagged_by_name(names: Sequence[str], source: JaggedSource) -> dict[str, JaggedTensor]:
     """Return a JaggedTensor for each name, which gets its parts from ``source`` when they are asked for."""
-    found, new = {}, object.__new__
-    for number, name in enumerate(names):
-        found[name] = jagged = new(JaggedTensor)
+    made = [*map(object.__new__, repeat(JaggedTensor, len(names)))]
+    for number, jagged in enumerate(made):
         jagged._source = source
         jagged._number = number
-    return found
+    return dict(zip(names, made, strict=True))
 
 
 # A node of a graph that FX traces, since proxies do not tell whether there are weights.

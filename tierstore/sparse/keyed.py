@@ -48,17 +48,6 @@ class KeyedTensor(Keys):
                     f"KeyedTensor: the lengths per key add up to {sum(length_per_key)} but dimension "
                     f"{key_dim} of the values has size {values.size(key_dim)}"
                 )
-        self._assign(keys, length_per_key, values, key_dim, offset_per_key, index_per_key)
-
-    def _assign(
-        self,
-        keys: list[str],
-        length_per_key: list[int],
-        values: Tensor,
-        key_dim: int,
-        offset_per_key: list[int] | None = None,
-        index_per_key: dict[str, int] | None = None,
-    ) -> None:
         self._keys = keys
         self._length_per_key = length_per_key
         self._values = values
@@ -67,10 +56,16 @@ class KeyedTensor(Keys):
         self._index_per_key = index_per_key
 
     @classmethod
-    def of_parts(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
+    def of_parts(
+        cls, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1
+    ) -> KeyedTensor:
         """Make a KeyedTensor of parts that are known to fit; the constructor checks them."""
         keyed = object.__new__(cls)
-        keyed._assign(keys, length_per_key, values, 1)
+        keyed._keys = keys
+        keyed._length_per_key = length_per_key
+        keyed._values = values
+        keyed._key_dim = key_dim
+        keyed._offset_per_key = keyed._index_per_key = None
         return keyed
 
     @staticmethod

@@ -34,6 +34,10 @@ class Keys(metaclass=Traceable):
         return self.index_per_key()
 
 
+Uniform = tuple[list[str], Tensor, Tensor, Tensor | None, int]
+"""Keys, values, lengths, offsets if they are known, and the number of bags of every key."""
+
+
 class FiguresPerKey(JaggedBase, Keys):
     """Bags per key (strides), values per key, and where each key begins.
 
@@ -158,3 +162,16 @@ class FiguresPerKey(JaggedBase, Keys):
     def inverse_indices_or_none(self) -> InverseIndices | None:
         """Return the inverse indices, or None."""
         return self._inverse_indices
+
+
+def uniform(keyed: FiguresPerKey) -> Uniform | None:
+    """Return the parts of a batch with as many bags, all its own, for every key; None for other batches."""
+    inverse = keyed._inverse_indices
+    if keyed._stride_per_key_per_rank is not None or (inverse is not None and inverse[1].numel()):
+        return None
+    lengths, stride = keyed._lengths, keyed._stride
+    if lengths is None:
+        lengths = keyed.lengths()
+    if stride is None:
+        stride = keyed.stride()
+    return keyed._keys, keyed._values, lengths, keyed._offsets, stride

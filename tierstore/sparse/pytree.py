@@ -57,9 +57,7 @@ def _flatten_keyed(keyed: KeyedTensor) -> tuple[list[Any], Any]:
 
 def _unflatten_keyed(leaves: Any, context: Any) -> KeyedTensor:
     keys, length_per_key, key_dim = context
-    keyed = object.__new__(KeyedTensor)
-    keyed._assign(keys, length_per_key, leaves[0], key_dim)
-    return keyed
+    return KeyedTensor.of_parts(keys, length_per_key, leaves[0], key_dim)
 
 
 def _named(flatten: Any, names: tuple[str, ...]) -> Any:

@@ -1,0 +1,57 @@
+"""Messages of commands on stderr: wrapped where a person reads them, unwrapped where a program does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from typing import NoReturn, TextIO
+
+_WIDTH = 80
+"""Columns of a terminal that does not say its width."""
+
+
+def say(text: str) -> None:
+    """Print a message on stderr, see :func:`wrapped`."""
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return ``text`` in lines that fit the terminal which ``stream`` is; unchanged if it is no terminal.
+
+    Words stay whole, so that options, paths and commands can be copied. Further lines of a wrapped line are
+    indented.
+    """
+    if not stream.isatty():
+        return text
+    width = _width(stream)
+    return "\n".join(_lines(line, width) for line in text.split("\n"))
+
+
+def _lines(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line.strip(),
+        max(width, len(indent) + 20),
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _width(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _WIDTH
+    except OSError:
+        return _WIDTH
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose errors are wrapped as other messages are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        say(f"{self.prog}: error: {message}")
+        raise SystemExit(2)
