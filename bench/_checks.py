@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tierstore.cache.machine import check_memory
 from tierstore.config import format_bytes, parse_bytes
 from tierstore.errors import ConfigError
+from tierstore.result_file import option_errors
 from tierstore.store.registry import get_engine
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ def check_ranks(count: int) -> None:
     most = _RANKS_PER_CORE * (cores := os.cpu_count() or 1)
     if count > most:
         raise ConfigError(f"--ranks is {count}; the {cores} cores of this machine take at most {most} ranks")
+
+
+def check_store(text: str | None) -> None:
+    """Raise ConfigError for a ``--store`` that is no folder, or that nobody can make."""
+    if text is None:
+        return
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--store {path} is a file; give a folder")
+    with option_errors("--store", path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def check_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,10 @@ from pathlib import Path
 def folder(text: str) -> Path:
     """Make the folder that an argument names, unless it is there; a type for argparse."""
     path = Path(text)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}; give the path of a folder") from error
     return path
 
 

@@ -47,12 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tierstore.errors import ConfigError
 
-    from ._checks import check_batches, check_known, use_threads
+    from ._checks import check_batches, check_known, check_store, use_threads
     from ._systems import SYSTEMS, check_in_memory, check_setting
 
     names = args.systems.split(",")
     check_known("--systems", names, list(SYSTEMS))
     use_threads(args.threads)
+    check_store(args.store)
     dataset = load_dataset(args)
     steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
     if not steps:

@@ -82,10 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ._checks import use_threads
+    from ._checks import check_store, use_threads
     from ._steady import Trainee, take_turns, touch_all, warm_up
 
     use_threads(args.threads)
+    check_store(args.store)
     out = JsonFile(args.json) if args.json else None
     dataset = load_dataset(args)
     with ExitStack() as stack:

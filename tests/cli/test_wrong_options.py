@@ -96,6 +96,8 @@ WRONG = [
     (f"{TRAIN} --record .", "--record . is a folder; give the path of a file"),
     (f"{TRAIN} --json f --record f", "--json and --record are both f; give each a file of its own"),
     (f"{HIT_RATE} --json f --save-curves f", "--json and --save-curves are both f; give each a file"),
+    (f"{STEADY} --store {TOPOLOGY}", "topology.yaml is a file; give a folder"),
+    (f"{BASELINES} --store /proc/self/store", "--store /proc/self/store: No such file or directory; give"),
     (f"{HIT_RATE} --io-dir nowhere", "--io-dir nowhere: No such file or directory; give another path"),
 ]
 
