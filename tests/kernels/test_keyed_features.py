@@ -154,7 +154,7 @@ def test_features_that_do_not_fit() -> None:
     keyed = Keyed([1, 1], np.ones(2, np.int64), np.array([3, BOUND], np.int32))
     with pytest.raises(ValueError, match="offsets must begin with 0"):
         keyed.bags(np.array([1, 2, 3], np.int32))
-    with pytest.raises(ValueError, match="an entry more"):
+    with pytest.raises(ValueError, match="at least one entry"):
         keyed.bags(np.empty(0, np.int64))
     bags, at = keyed.bags(np.array([0, 1, 2], np.int64)), np.zeros(1, np.int64)
     for key in (-1, 2):
@@ -222,8 +222,8 @@ def test_bags_from_offsets(
     ],
 )
 def test_offsets_that_do_not_fit(offsets: list[int], ids: int, has_end: bool) -> None:
-    with pytest.raises(ValueError, match="the offsets do not"):
+    with pytest.raises(ValueError, match=r"the offsets (must|do not)"):
         core.KeyedBags.from_offsets(integers(np.array(offsets, np.int64)), ids, has_end)
     for count, length in ((-1, 2), (2, -1)):
-        with pytest.raises(ValueError, match="no negative numbers"):
+        with pytest.raises(ValueError, match="must be at least 0"):
             core.KeyedBags.equal(count, length)
