@@ -254,8 +254,8 @@ TIERSTORE_BINDINGS(keyed) {
       .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("out_offset").noconvert(),
            py::arg("out_stride").noconvert(),
            "Deduplicate the ids of all features. ids are given as the lengths of KeyedBags are, out_offset "
-           "and "
-           "out_stride as in Bags. Returns (Batch, Bags, bad feature or -1, position of the bad id, the id).")
+           "and out_stride as in Bags. Returns (Batch, Bags, bad feature or -1, position of the bad id, the "
+           "id).")
       .def("lookup_rows", &MakeRowLookup, py::arg("bags"), py::arg("ids"),
            "Do what lookup does for features whose rows are returned one by one. Returns the same without "
            "Bags.");

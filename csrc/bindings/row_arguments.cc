@@ -103,8 +103,7 @@ void BindOptimizerStep(py::module_& m) {
           "does not clip.")
       .def("decaying_all", &OptimizerStep::DecayingAll, py::arg("keep_missed"),
            "Return the same step, with weight decay of all rows: a row that was not part of the last n "
-           "updates "
-           "is multiplied by keep_missed^n. The row's state has one float more.")
+           "updates is multiplied by keep_missed^n. The row's state has one float more.")
       .def_property_readonly("kind", [](const OptimizerStep& step) { return static_cast<int>(step.kind); })
       .def_readonly("lr", &OptimizerStep::lr)
       .def_readonly("eps", &OptimizerStep::eps)
@@ -202,11 +201,9 @@ void BindUpdateArguments(py::module_& m) {
       m, "UpdateArgs",
       "One optimizer step for the rows at slots (int32, no repeats). csr_start and csr_positions (int32, of "
       "build_csr) say which positions use each row. With check_finite, rows whose gradient is not finite "
-      "stay "
-      "unchanged. Two arguments serve RowWiseAdagrad and PartialRowWiseAdam of rows that are cut by columns: "
-      "with squares (float32 per slot) no row is updated, and squares gets the sums of the squared "
-      "gradients; "
-      "means (float32 per slot) has the mean squares over all columns.")
+      "stay unchanged. Two arguments serve RowWiseAdagrad and PartialRowWiseAdam of rows that are cut by "
+      "columns: with squares (float32 per slot) no row is updated, and squares gets the sums of the squared "
+      "gradients; means (float32 per slot) has the mean squares over all columns.")
       .def(py::init([](std::int64_t dim, const Array<std::int32_t>& slots,
                        const Array<std::int32_t>& csr_start, const Array<std::int32_t>& csr_positions,
                        const OptimizerStep& step, bool check_finite,

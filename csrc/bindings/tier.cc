@@ -308,12 +308,10 @@ void BindResidentLookups(py::module_& m) {
           "add", &AddRows, py::arg("batch"), py::arg("rows"), py::arg("values"), py::arg("lock"),
           "Return the rows of a batch; missing rows begin with initial values. Returns None where a plan has "
           "to add the rows: during a plan, while another thread holds the tier's lock (a threading.RLock), "
-          "or "
-          "where memory is refused.")
+          "or where memory is refused.")
       .def("read", &ResidentLookups::Read, py::arg("batch"), py::arg("may_miss"), Unlocked(),
            "Return the rows of a batch that is read outside of training, without positions. Returns None "
-           "where "
-           "find() does, but rows may be missing if may_miss.")
+           "where find() does, but rows may be missing if may_miss.")
       .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
       .def(
           "take", &TakeCounted,

@@ -176,12 +176,10 @@ TIERSTORE_BINDINGS(resident_pooling) {
   py::class_<ResidentForward>(
       m, "ResidentForward",
       "Lookups of rows that stay in a tier. Each call removes repeated ids, finds the rows, and pools or "
-      "copies "
-      "the rows to out (the address of float32) if all rows are here. ids, lengths and offsets are as in "
-      "KeyedBags; places has out_offset and out_stride as in Bags. Each call returns (the lookup, whether "
-      "the "
-      "rows were found, whether ResidentLookups.take() should be called), or None for ids or bags that are "
-      "wrong.")
+      "copies the rows to out (the address of float32) if all rows are here. ids, lengths and offsets are as "
+      "in KeyedBags; places has out_offset and out_stride as in Bags. Each call returns (the lookup, whether "
+      "the rows were found, whether ResidentLookups.take() should be called), or None for ids or bags that "
+      "are wrong.")
       .def(py::init([](ResidentLookups& lookups, const HostRows& rows, std::int64_t dim) {
              return ResidentForward{lookups, rows, dim};
            }),
