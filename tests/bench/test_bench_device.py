@@ -29,7 +29,7 @@ def test_several_drives_add_up(tmp_path):
     device.add_arguments(parser)
     options = "--file-size 4MiB --seconds 0.02 --queue-depth 4 --no-runtime"
     arguments = f"--dir {tmp_path / 'a'} {tmp_path / 'b'} {options}"
-    figures = device.measure(parser.parse_args(arguments.split()))
+    figures = device.measure(parser.parse_args(arguments.split()), 4 << 20)
     assert figures["measured"]["drives"] == 2
     assert Topology.from_dict(figures).read_seconds(4096) > 0
     assert figures["ssd_per_host"] < 1.5 * device.psutil.disk_usage(str(tmp_path)).free  # one file system

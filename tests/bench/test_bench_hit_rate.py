@@ -172,7 +172,6 @@ def test_sizes_beyond_the_footprint_leave_compulsory_misses(tmp_path):
         (["--sample", "2"], "--sample"),
         (["--admission", "never"], "unknown admission filter"),
         (["--plot", "x.bmp"], "must end in"),
-        (["--row-bytes", "0"], "--row-bytes is 0; it must be at least 1"),
         (["--depth", "-1"], "--depth is a number of batches of at least 0"),
     ],
 )

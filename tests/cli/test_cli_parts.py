@@ -333,7 +333,7 @@ def test_first_uses_of_rows_are_counted_beside_the_misses_that_a_plan_predicts()
     plan = ShardingPlan((TablePlacement("t", ShardingType.TABLE_WISE, ()),), 1, 1)
     found = Predicted.measured(PlanFile(plan), 10, [(begin, end)])
     assert found is not None
-    assert found.tables == (TableLine("t", 0, None, 100, None, 100, 50),)
+    assert found.tables == (TableLine("t", 0, None, 100, None, 100, 50, None, 0),)
     with io.StringIO() as text:
         found.print(Console(file=text, width=80))
         assert "first uses of rows" in text.getvalue()

@@ -100,7 +100,7 @@ def test_the_record_of_ranks_simulates_what_they_hit(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_is_one_error(plan: Path, tmp_path: Path) -> None:
     done = ranks.train("--plan", plan, "--steps", "4", "--record", tmp_path)
     (line,) = ranks.own_lines(done.stderr)
-    assert line == f"error: rank 0: --record {tmp_path} is a folder; give the path of a file"
+    assert line == f"error: --record {tmp_path} is a folder; give the path of a file"
 
 
 class TestOutput:

@@ -173,7 +173,7 @@ class TestStopping:
         (["--hbm", "lots"], "hbm is 'lots'"),
         (["--hbm", "3/2"], "--hbm 3/2"),
         (["--hbm", "100"], "hbm"),
-        (["--read-ahead", "much"], "read_ahead is 'much'"),
+        (["--read-ahead", "much"], "--read-ahead is 'much'"),
         (["--read-ahead", "3/2"], "--read-ahead 3/2"),
         (["--policy", "magic"], "magic"),
         (["--engine", "paper"], "unknown engine 'paper'"),

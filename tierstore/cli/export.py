@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.cli import sharded
-from tierstore.cli.storage import add_command, parse_commit, print_json, progress_of
-from tierstore.errors import ConfigError
+from tierstore.cli.storage import add_command, check_target, parse_commit, print_json, progress_of
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -40,8 +39,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.directory.resolve() in args.target.resolve().parents:
-        raise ConfigError(f"TARGET {args.target} is in the folder that is exported; give another path")
     rows, tables = sharded.export(args) if sharded.is_sharded(args.directory) else _export(args)
     if args.json:
         print_json({"target": str(args.target), "rows": rows, "tables": tables})
@@ -54,6 +51,7 @@ def _export(args: argparse.Namespace) -> tuple[int, int]:
     from tierstore.store import open_store
 
     with open_store(args.directory, read_only=True, at=args.at) as store:
+        check_target(args)
         with progress_of("exporting", "rows") as progress:
             rows = store.export(args.target, progress)
         return rows, len(store.tables)

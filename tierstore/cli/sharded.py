@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.storage import (
+    check_target,
     describe_commit,
     folder_bytes,
     list_commits,
@@ -186,6 +187,7 @@ def export(args: argparse.Namespace) -> tuple[int, int]:
     from tierstore.sharding import open_tables
 
     refuse_other_commits(args, "--at", args.at)
+    check_target(args)
     with open_tables(args.directory) as store, progress_of("exporting", "rows") as progress:
         return store.export(args.target, progress), len(store.tables)
 

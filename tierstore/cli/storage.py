@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.config import format_bytes
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierstore.store import CommitInfo
@@ -126,6 +127,12 @@ def folder_bytes(folders: Iterable[Path]) -> int:
                 status = path.lstat()
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
+
+
+def check_target(args: argparse.Namespace) -> None:
+    """Refuse to export a folder into itself."""
+    if args.directory.resolve() in args.target.resolve().parents:
+        raise ConfigError(f"TARGET {args.target} is in the folder that is exported; give another path")
 
 
 @contextmanager
