@@ -126,7 +126,7 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 112, 128])
 def test_rounds_of_small_rows(in_memory, size, share, any_ids):  # noqa: F811
     """In a cap of 8 MiB; in smaller caps less may be full. Footers are largest where ids have 48 bits."""
-    full = FULL if size >= 48 else FULL_OF_SMALLEST
+    full = FULL if size >= 64 else FULL_OF_SMALLEST
     training = Training(in_memory, [size], int(full * (8 << 20) / (size + 16)) + 1, full, any_ids=any_ids)
     assert training.cap >> 20 == 8
     training.begin()
