@@ -136,6 +136,14 @@ def test_export_and_import(folder, tmp_path, capsys):
     assert "is not an export: it has no EXPORT.json" in errors
 
 
+def test_a_store_is_not_exported_into_itself(folder, capsys):
+    before = sorted(folder.iterdir())
+    code, output, errors = run(capsys, "export", folder, folder / "inside")
+    assert (code, output) == (2, "")
+    assert f"TARGET {folder / 'inside'} is in the folder that is exported; give another path" in errors
+    assert sorted(folder.iterdir()) == before
+
+
 def test_export_of_a_damaged_store_leaves_nothing(folder, tmp_path, capsys):
     damage(folder)
     code, _, errors = run(capsys, "export", folder, tmp_path / "copy")

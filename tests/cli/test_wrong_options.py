@@ -90,7 +90,6 @@ WRONG = [
     ("bench store --engines memory:hash", "there is no 'memory:hash'; there are native:hash"),
     (f"bench record {TOPOLOGY} --command=", "--command is empty; give the command"),
     # places of results
-    ("export store store/inside", "TARGET store/inside is in the folder that is exported; give another path"),
     (f"{STEADY} --json .", "--json . is a folder; give the path of a file"),
     (f"{RECORD} --out .", "--out . is a folder; give the path of a file"),
     (f"{TRAIN} --record .", "--record . is a folder; give the path of a file"),
