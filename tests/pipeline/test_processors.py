@@ -125,6 +125,26 @@ def test_a_system_that_forbids_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> 
     assert in_thread(own_niceness) == of_thread(0)
 
 
+def test_a_system_that_refuses_threads() -> None:
+    """A prefetch goes on at its own priority, and a number of threads that cannot be is an error."""
+    code = """
+import resource, tierstore
+from tests.pipeline.test_processors import of_thread, own_niceness
+from tierstore.errors import ConfigError
+tierstore.set_num_threads(1000)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+assert own_niceness() == of_thread(0)
+try:
+    tierstore.set_num_threads(1001)
+except ConfigError as error:
+    assert "the number of threads is 1001" in str(error), error
+else:
+    raise AssertionError("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_elsewhere_the_whole_process_keeps_its_niceness(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where threads have no niceness of their own, setpriority changes the process's."""
     monkeypatch.setattr(sys, "platform", "darwin")

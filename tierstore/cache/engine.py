@@ -394,5 +394,5 @@ def set_num_threads(count: int) -> None:
         raise ConfigError(f"the number of threads is {count}; it must be at least 1")
     try:
         _core.set_num_threads(count)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the number of threads is {count}: {error}") from error

@@ -36,11 +36,14 @@ def give_way() -> None:
     The thread of a prefetch works ahead, so it has time; the training thread, which waits for a processor
     meanwhile, has none. Threads that the calling thread starts afterwards give way, too. On Linux a thread
     has a niceness of its own (setpriority(2), "C library/kernel differences"); elsewhere nothing happens, nor
-    where the system forbids it.
+    where the system forbids it or refuses threads.
     """
     if sys.platform != "linux":
         return
-    _core.start_threads()  # the threads of the kernels work for all callers: they keep their priority
+    try:
+        _core.start_threads()  # the threads of the kernels work for all callers: they keep their priority
+    except RuntimeError:  # a later loop may start them, from this thread
+        return
     thread = threading.get_native_id()
     with suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
