@@ -76,6 +76,8 @@ WRONG = [
     (f"{RECORD} --out t.npz --rate 0", "--rate must be above 0 and at most 1, not 0"),
     (f"{STEADY} --hbm 2/1", "--hbm 2/1: a fraction of the tables' bytes must be above 0 and at most 1"),
     (f"{BASELINES} --hbm 1/0", "--hbm 1/0: cannot divide by 0"),
+    (f"{BASELINES} --hbm 1/x", "--hbm is '1/x'; give a fraction of the tables' bytes, such as 1/37"),
+    (f"{STEADY} --read-ahead=-1/8", "--read-ahead is '-1/8'; give a fraction"),
     # names
     (f"{STEADY} --window soon", "--window is a number of batches or auto, not 'soon'"),
     (f"{STEADY} --read-ahead much", "--read-ahead is 'much'; write bytes"),

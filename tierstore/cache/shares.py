@@ -35,6 +35,11 @@ def budget(text: str, of: int, option: str) -> int | str:
     """Return a fraction or percentage of ``of`` in bytes, other text as it is; ``option`` is for errors."""
     match = _FRACTION.fullmatch(text)
     if match is None:
+        if "/" in text or "%" in text:
+            raise ConfigError(
+                f"{option} is {text!r}; give a fraction of the tables' bytes, such as 1/37 or 3%, or bytes, "
+                "such as 64MiB"
+            )
         return text
     number, divisor, percent = match.groups()
     if divisor is not None and int(divisor) == 0:
