@@ -53,6 +53,10 @@ def planning(setting: Setting) -> Figures:
     args = parser.parse_args(["--batch-size", str(setting.sizes.batch_size), *_PLANNING.split()])
     dataset = load("synthetic:criteo", max_rows=setting.sizes.max_rows)
     batches = read_batches(Setting(setting.sizes, setting.folder, "cpu"))
+    needed = args.rounds * args.steps + 1
+    if len(batches) < needed:
+        raise RuntimeError(f"there are {len(batches)} batches, and planning needs {needed}; see --batches")
+    args.run_in = min(args.run_in, len(batches) - needed + 1)
     cores = len(os.sched_getaffinity(0))
     yield {"cores": cores}
     for count in (count for count in _THREADS if count <= cores):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -122,26 +123,48 @@ def ahead_of(batches: Sequence[Batch], tables: Tables) -> Any:
     return tierstore.prefetch(batches, tables.bags, depth=DEPTH, window=WINDOW, inputs=calls)
 
 
-def timed(stage: Stage, batches: Any, warm: int, finish: Callable[[], None]) -> dict[str, Any]:
+def timed(
+    stage: Stage,
+    batches: Any,
+    warm: int,
+    finish: Callable[[], None],
+    host: Callable[[], dict[str, float]] = dict,
+) -> dict[str, Any]:
     """Return milliseconds of a step after ``warm`` ones, and how many steps were measured.
 
     A slow system takes fewer steps: it warms up for ``_WARM_SECONDS`` and is measured for ``_SECONDS``.
+    ``host``: returns the seconds of each of the host's stages so far; milliseconds of a step are added.
     """
     begin, started, steps = time.perf_counter(), 0.0, 0
+    before: dict[str, float] = {}
     for number, batch in enumerate(batches):
         now = time.perf_counter()
         if not started and number and (number >= warm or now - begin > _WARM_SECONDS):
             finish()
-            started = time.perf_counter()
+            before, started = host(), time.perf_counter()
         elif started and now - started > _SECONDS:
             break
         stage.step(batch)
         steps += bool(started)
     finish()
-    took = time.perf_counter() - started
+    took, after = time.perf_counter() - started, host()
     if hasattr(batches, "close"):
         batches.close()  # rows of batches that were not trained on
-    return {f"{stage.name}.ms_per_step": 1e3 * took / steps if steps else None, f"{stage.name}.steps": steps}
+    if not steps:
+        return {f"{stage.name}.ms_per_step": None, f"{stage.name}.steps": 0}
+    return {
+        f"{stage.name}.ms_per_step": 1e3 * took / steps,
+        f"{stage.name}.steps": steps,
+        **{f"{stage.name}.host.{name}_ms": 1e3 * (after[name] - before[name]) / steps for name in before},
+    }
+
+
+def host_seconds(tables: Tables) -> dict[str, float]:
+    """Return the seconds that the host's stages of tierstore's lookups have taken so far, in all threads."""
+    if not tables.ahead:
+        return {}
+    counted = tables.bags.stats()
+    return {name: counted[f"{name}_seconds"] for name in ("announce", "plan", "move", "stall", "compute")}
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -165,7 +188,7 @@ def train(name: str, setting: Setting) -> Figures:
         for stage in stages(tables, setting):
             warm, steps = (max(1, count * share // 12) for share in _SHARES[stage.name])
             own, batches = batches[: warm + steps], batches[warm + steps :] or batches
-            yield timed(stage, ahead_of(own, tables), warm, finish)
+            yield timed(stage, ahead_of(own, tables), warm, finish, partial(host_seconds, tables))
 
 
 def bound(setting: Setting) -> Figures:

@@ -1,6 +1,8 @@
 // Binds the functions that kernels need beside rows (bindings/rows.cc): the transpose of a batch, threads and
 // instruction sets.
+#include <cstring>
 #include <span>
+#include <stdexcept>
 #include <string>
 
 #include "bindings/arrays.h"
@@ -65,6 +67,23 @@ void ForceIsaByName(const std::string& name) {
 
 std::vector<std::string> SupportedIsas() { return {kIsaNames, kIsaNames + static_cast<int>(BestIsa()) + 1}; }
 
+void CopyBytes(const py::array& source, Array<std::uint8_t>& target) {
+  const auto size = static_cast<std::int64_t>(source.nbytes());
+  if (size != target.size() || !(source.flags() & py::array::c_style))
+    throw std::invalid_argument("source and target must be contiguous and of the same size");
+  constexpr std::int64_t kPiece = std::int64_t{1} << 18;
+  const auto* const from = static_cast<const unsigned char*>(source.data());
+  std::uint8_t* const to = target.mutable_data();
+  if (size <= kPiece) {
+    std::memcpy(to, from, static_cast<std::size_t>(size));
+    return;
+  }
+  const py::gil_scoped_release unlocked;
+  ParallelFor(0, size, kPiece, [&](std::int64_t begin, std::int64_t end) {
+    std::memcpy(to + begin, from + begin, static_cast<std::size_t>(end - begin));
+  });
+}
+
 }  // namespace
 
 TIERSTORE_BINDINGS(kernels) {
@@ -82,6 +101,9 @@ TIERSTORE_BINDINGS(kernels) {
       "bag_offsets", &BindBagOffsets, py::arg("lengths"),
       "Add up the lengths of each feature's bags (int64). Returns where every bag begins and the end of the "
       "last bag (int64[bags + 1]), and the number of every feature's first bag (int64[features + 1]).");
+
+  m.def("copy_bytes", &CopyBytes, py::arg("source"), py::arg("target").noconvert(),
+        "Copy an array to one of bytes (uint8) of the same size, by the threads of the pool.");
 
   m.def("num_threads", &NumThreads, "Return the number of threads that one kernel may use.");
   m.def("set_num_threads", &SetNumThreads, py::arg("n"),

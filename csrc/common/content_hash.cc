@@ -1,8 +1,12 @@
 #include "common/content_hash.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+#include <vector>
+
+#include "common/thread_pool.h"
 
 namespace tierstore {
 namespace {
@@ -24,7 +28,9 @@ std::uint64_t Round(std::uint64_t lane, std::uint64_t word) {
 
 }  // namespace
 
-std::uint64_t ContentHash(const void* data, std::size_t size) {
+namespace {
+
+std::uint64_t HashOfPiece(const void* data, std::size_t size) {
   const auto* at = static_cast<const unsigned char*>(data);
   const unsigned char* const end = at + size;
   std::uint64_t hash = kPrime5;
@@ -45,6 +51,20 @@ std::uint64_t ContentHash(const void* data, std::size_t size) {
   hash = (hash ^ hash >> 33) * kPrime2;
   hash = (hash ^ hash >> 29) * kPrime3;
   return hash ^ hash >> 32;
+}
+
+}  // namespace
+
+std::uint64_t ContentHash(const void* data, std::size_t size) {
+  constexpr std::size_t kPiece = std::size_t{1} << 20;
+  if (size <= kPiece) return HashOfPiece(data, size);
+  const auto* const bytes = static_cast<const unsigned char*>(data);
+  std::vector<std::uint64_t> hashes((size + kPiece - 1) / kPiece);
+  ParallelFor(0, static_cast<std::int64_t>(hashes.size()), 1, [&](std::int64_t first, std::int64_t last) {
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(last); ++i)
+      hashes[i] = HashOfPiece(bytes + i * kPiece, std::min(kPiece, size - i * kPiece));
+  });
+  return HashOfPiece(hashes.data(), hashes.size() * sizeof(hashes[0]));
 }
 
 }  // namespace tierstore

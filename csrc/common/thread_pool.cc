@@ -140,7 +140,7 @@ int DefaultThreads() {
   const int cpus = sched_getaffinity(0, sizeof set, &set) == 0
                        ? CPU_COUNT(&set)
                        : static_cast<int>(std::thread::hardware_concurrency());
-  return std::clamp(cpus, 1, 8);
+  return std::clamp(cpus, 1, 16);
 }
 
 std::atomic<int>& ThreadCount() {

@@ -18,7 +18,7 @@ void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain,
                  const std::function<void(std::int64_t, std::int64_t)>& fn);
 
 // Returns the number of threads that one loop may use, the caller included. The default is the number of CPUs
-// that this process may run on, at most 8.
+// that this process may run on, at most 16.
 int NumThreads();
 // Sets the number for loops that start afterwards. Throws std::invalid_argument unless 1 <= n <= 1024.
 void SetNumThreads(int n);

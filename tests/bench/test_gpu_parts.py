@@ -291,6 +291,11 @@ def test_plans_are_measured_by_threads(setting: Setting, monkeypatch: pytest.Mon
     assert found["ids"] == 26 * SIZES.batch_size
 
 
+def test_plans_of_too_few_batches_are_refused(setting: Setting) -> None:
+    with pytest.raises(RuntimeError, match="there are 12 batches, and planning needs 25; see --batches"):
+        all_of(_gpu_parts.planning(setting))
+
+
 def test_a_part_prints_what_it_has_found_when_it_fails(
     capsys: pytest.CaptureFixture[str], setting: Setting
 ) -> None:

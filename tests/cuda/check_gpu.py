@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +33,10 @@ takes 60 s of a processor by NVRTC 13.0."""
 LEAST_SECONDS = 30
 """Of a function after others have hung: each of these divides the time by three, since what is hung once
 hangs again, and must not take the time of all others."""
+JOBS = min(8, os.cpu_count() or 1)
+"""Functions at a time: most of their time is the host's."""
+ALONE = ("test_growth_beyond_the_gpu_is_named_and_keeps_the_rows",)
+"""Functions that take all of the GPU's memory: they run after the others, one at a time."""
 _SAYING = 3
 
 
@@ -96,23 +102,35 @@ def checks() -> list[str]:
     return found
 
 
-def run(names: Sequence[str], out: Path, minutes: float, command: Sequence[str]) -> dict[str, str]:
-    """Run each check by ``command``; write its output and all outcomes so far to ``out``."""
+def run(
+    names: Sequence[str], out: Path, minutes: float, command: Sequence[str], jobs: int = 1
+) -> dict[str, str]:
+    """Run each check by ``command``, ``jobs`` at a time; write its output and all outcomes to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, str] = {}
-    end, hung = time.monotonic() + 60 * minutes, 0
-    for name in names:
+    end, hung, lock = time.monotonic() + 60 * minutes, 0, threading.Lock()
+
+    def one(name: str) -> None:
+        nonlocal hung
         begin = time.monotonic()
         left = min(SECONDS, max(SECONDS / 3**hung, LEAST_SECONDS), end - begin)
         function = name.partition("::")[2]
-        outcomes[name] = (
+        outcome = (
             "not begun: no time was left"
             if left <= 0
             else _outcome([*command, name], left, out / f"{function}.txt")
         )
-        hung += any(word in outcomes[name] for word in ("not done", "Timeout"))
-        (out / "checks.json").write_text(json.dumps(outcomes, indent=2) + "\n")
-        print(f"{time.monotonic() - begin:6.1f} s  {function}: {outcomes[name]}", flush=True)
+        with lock:
+            outcomes[name] = outcome
+            hung += any(word in outcome for word in ("not done", "Timeout"))
+            (out / "checks.json").write_text(json.dumps(outcomes, indent=2) + "\n")
+            print(f"{time.monotonic() - begin:6.1f} s  {function}: {outcome}", flush=True)
+
+    alone = [name for name in names if name.partition("::")[2] in ALONE]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, [name for name in names if name not in alone]))
+    for name in alone:
+        one(name)
     return outcomes
 
 
@@ -142,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-out"), metavar="DIR", help="(default: gpu-out)")
     parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help="for all checks (default: 9)")
     parser.add_argument("--only", default="", metavar="TEXT", help="checks whose names have this text")
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"at a time (default: {JOBS})")
     given = parser.parse_args(arguments)
     missing = lacks() or broken()
     for line in missing:
@@ -150,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if missing else 0
     names = [name for name in checks() if given.only in name]
     pytest = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "--timeout-method=thread"]
-    outcomes = run(names, given.out, given.minutes, pytest)
+    outcomes = run(names, given.out, given.minutes, pytest, given.jobs)
     failed = [name for name, outcome in outcomes.items() if " passed" not in outcome or "FAILED" in outcome]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} functions passed; outputs are in {given.out}")
     return 1 if failed else 0

@@ -41,7 +41,7 @@ class FakeDevice(CudaDevice):
 
     def share(self, array: np.ndarray) -> int:
         """Let kernels access the array until the device is closed; return its address."""
-        if array.nbytes:
+        if array.nbytes and not any(array is shared for shared in self._shared):
             with self.streams.context:
                 fake_gpu().register(array)
             self._shared.append(array)

@@ -63,7 +63,10 @@ def optimizer_run(
     """
     hot = torch.cat([torch.zeros(1300, dtype=torch.int64), ints(501), torch.full((257,), 9)]).view(-1, 3)
     more: dict[str, Any] = {} if dtype is None else {"dtype": DTYPES[dtype]}
-    config = replace(CONFIG, stochastic_rounding=random) if dtype else CONFIG
+    size = -(-dim // DIM)  # longer rows, with budgets for as many
+    config = replace(
+        CONFIG, hbm=f"{10 * size}KiB", uvm=f"{6 * size}KiB", stochastic_rounding=random and dtype is not None
+    )
     with bag(device, config, optimizer=OPTIMIZERS[name], dim=dim, **more) as module:
         found = [step(module, number) for number in range(6)]
         module(hot).sum().backward()

@@ -14,9 +14,12 @@ from tierstore import GpuError
 from tierstore import _core as core
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.rows import Departure
+from tierstore.cuda.staged import Staged
 from tierstore.row_format import RowFormat
 
 SLOTS = 40
+Batch = tuple[core.LookupArgs, core.Bags, np.ndarray, int, tuple[np.ndarray, np.ndarray]]
+"""Rows, bags, weights, floats of the output, and the positions of every row."""
 
 
 class RandomWork:
@@ -35,6 +38,7 @@ class RandomWork:
         self.filled: set[int] = set()
         self.outputs: list[tuple[np.ndarray, np.ndarray]] = []
         self.departures: list[tuple[Departure, np.ndarray]] = []
+        self.planned: list[tuple[Batch, Staged]] = []
 
     # -- one kind of operation each ------------------------------------------------------------
 
@@ -71,6 +75,13 @@ class RandomWork:
         for where in (self.rows, self.host):
             where.move(source, target)
 
+    def stage(self) -> None:
+        """Plan a lookup, which several operations then make."""
+        args, bags, *_, csr = batch = self._new_batch()
+        more = bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
+        staged = self.device.stage(args.slots, args.inverse, csr, more)
+        self.planned = [*self.planned[-1:], (batch, staged)]
+
     def leave(self) -> None:
         """Copy rows out; their slots may be filled while the rows are on their way."""
         slots = self._slots(self.filled)
@@ -85,7 +96,7 @@ class RandomWork:
             departure.end()
 
     def lookup(self) -> None:
-        args, bags, weights, size = self._batch()
+        args, bags, weights, size, _ = self._batch()
         out, argmax = np.zeros(size, np.float32), np.full((len(bags.offsets) - 1, self.dim), -9, np.int32)
         positions, stride = len(args.inverse), self.dim + int(self.random.integers(3))
         for shape in ((out, weights, argmax), np.zeros((positions, stride), np.float32)):
@@ -101,7 +112,7 @@ class RandomWork:
                 self.outputs.append((mine, shape))
 
     def differentiate(self) -> None:
-        args, bags, weights, size = self._batch()
+        args, bags, weights, size, _ = self._batch()
         grad = self.random.standard_normal(size).astype(np.float32)
         mine, expected = np.zeros_like(weights), np.zeros_like(weights)
         self.rows.weight_grads(args, bags, self.device.share(grad), self.device.share(mine))
@@ -109,8 +120,7 @@ class RandomWork:
         self.outputs.append((mine, expected))
 
     def update(self) -> None:
-        args, bags, weights, size = self._batch()
-        start, positions = core.build_csr(args.inverse, len(args.slots))
+        args, bags, weights, size, (start, positions) = self._batch()
         checks = self.random.random() < 0.2
         step = core.OptimizerStep(kind=self.kind, lr=0.1, eps=1e-8, beta1=0.9, beta2=0.99, step=3)
         given = core.UpdateArgs(
@@ -139,8 +149,11 @@ class RandomWork:
 
     def do(self, operations: int) -> None:
         """Do random operations, and compare everything at the end."""
-        names = ("fill", "initialise", "move", "leave", "arrive", "lookup", "differentiate", "update", "grow")
-        weights = np.array([5, 1, 1, 3, 2, 3, 1, 4, 0.3])
+        names = (
+            *("fill", "initialise", "move", "leave", "arrive", "stage"),
+            *("lookup", "differentiate", "update", "grow"),
+        )
+        weights = np.array([5, 1, 1, 3, 2, 2, 3, 1, 4, 0.3])
         self.grow()
         self.fill()
         for name in self.random.choice(names, operations, p=weights / weights.sum()):
@@ -173,7 +186,13 @@ class RandomWork:
             grad[self.random.random(size) < 0.05] = np.inf
         return grad
 
-    def _batch(self) -> tuple[core.LookupArgs, core.Bags, np.ndarray, int]:
+    def _batch(self) -> Batch:
+        """Return a lookup that was planned, or another one."""
+        if self.planned and self.random.random() < 0.6:
+            return self.planned[int(self.random.integers(len(self.planned)))][0]
+        return self._new_batch()
+
+    def _new_batch(self) -> Batch:
         slots = self._slots(self.filled)
         lengths = self.random.integers(0, 6, 4)
         n, unique = int(lengths.sum()), len(slots)
@@ -185,7 +204,8 @@ class RandomWork:
             modes=np.array([0, 1, 2], np.uint8),
         )  # fmt: skip
         args = core.LookupArgs(dim=self.dim, slots=slots, inverse=inverse)
-        return args, bags, self.random.standard_normal(n).astype(np.float32), 4 * stride
+        weights = self.random.standard_normal(n).astype(np.float32)
+        return args, bags, weights, 4 * stride, core.build_csr(inverse, unique)
 
 
 def kernels_are_kept(

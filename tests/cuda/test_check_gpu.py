@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -77,6 +78,29 @@ def test_a_check_that_hangs_or_crashes_leaves_the_others(
     assert 'File "<string>", line 1 in <module>' in said  # where it hangs
     found = check_gpu.run(["t::passes"], out, 0, [sys.executable, "-c", program])
     assert found == {"t::passes": "not begun: no time was left"}
+
+
+def test_checks_run_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at a time but those that take the whole GPU, which begin when the others have ended."""
+    now, most, seen = [0], [0], {}
+
+    def outcome(command: list[str], seconds: float, said: Path) -> str:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        if command[-1] != "t::whole":
+            together.wait(20)
+        seen[command[-1]] = now[0]
+        now[0] -= 1
+        return "1 passed"
+
+    together = threading.Barrier(3)
+    monkeypatch.setattr(check_gpu, "_outcome", outcome)
+    monkeypatch.setattr(check_gpu, "ALONE", ("whole",))
+    found = check_gpu.run(["t::whole", "t::a", "t::b", "t::c"], tmp_path, 1, [], jobs=3)
+    assert set(found.values()) == {"1 passed"}
+    assert most == [3]
+    assert seen["t::whole"] == 1
+    assert list(found)[-1] == "t::whole"
 
 
 def test_those_that_hang_leave_time_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

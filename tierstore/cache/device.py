@@ -218,6 +218,19 @@ class Device(Protocol):
         """
         ...
 
+    def stage(
+        self,
+        slots: Slots,
+        inverse: NDArray[np.int32],
+        csr: tuple[NDArray[np.int32], NDArray[np.int32]],
+        more: Sequence[NDArray[np.generic]],
+        /,
+    ) -> object:
+        """Give the device the index arrays of a planned lookup ahead: ``slots`` and the positions ``csr`` of
+        its unique rows, ``inverse``, and ``more`` arrays that its calls will have. None of them changes while
+        the caller has what is returned."""
+        ...
+
     def takes(self, rows: DeviceRows) -> bool:
         """Return whether ``copy_rows`` of the device's rows takes these."""
         ...
@@ -270,6 +283,9 @@ class HostDevice:
 
     def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         return nullcontext(HostUpdates(updates))
+
+    def stage(self, *arrays: object) -> object:
+        return None
 
     def takes(self, rows: DeviceRows) -> bool:
         return isinstance(rows, HostRows)

@@ -191,7 +191,8 @@ class TierGroup:
                             self.stack.set_read_ahead(self.size.now)
                         if self.division is not None:
                             self.division.lookup_done(self)
-                    pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
+                    with stage("move_seconds"):
+                        pinned.place(plan.slots, self.fast.rows)
                 except BaseException:
                     self._moves.take_back(plan, missing, found)
                     raise

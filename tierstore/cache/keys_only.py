@@ -113,6 +113,9 @@ class NoDevice:
     def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         raise _no_weights()
 
+    def stage(self, *arrays: object) -> object:
+        return None
+
     def takes(self, rows: DeviceRows) -> bool:
         return isinstance(rows, NoRows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -130,6 +130,10 @@ class PinnedRows(TierRows):
         self.slots = np.empty(0, np.int32)
         self.seq = seq
         self.csr = None
+        self.index_arrays: Sequence[NDArray[np.generic]] = ()
+        """What calls of the device have for this lookup beside the arrays of its rows."""
+        self.staged: object = None
+        """What the device has of the lookup's arrays."""
         self.before: Before | None = None
         """The group's counters before it planned this lookup ahead."""
         self._demand = demand
@@ -137,6 +141,12 @@ class PinnedRows(TierRows):
         self._error: BaseException | None = None
         self._use: _core.Use | None = None  # the rows are pinned until this use is released or dropped
         self._unwanted = False
+
+    def place(self, slots: NDArray[np.int32], rows: DeviceRows) -> None:
+        """Take the rows' places. Raises what the device raises when it gets their arrays."""
+        assert self.csr is not None
+        self.staged = self.group.device.stage(slots, self.inverse, self.csr, self.index_arrays)
+        self.slots, self.device_rows = slots, rows
 
     def grant(self) -> None:
         """Open :meth:`wait`: the rows are in place and pinned. If the lookup was dropped, release the

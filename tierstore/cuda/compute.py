@@ -14,8 +14,8 @@ from tierstore.cuda import args as kernel_args
 from tierstore.cuda.args import GatherArgs, LookupPooledArgs, LookupRowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import lanes_of
-from tierstore.cuda.memory import Indices
 from tierstore.cuda.rows import GpuRows, Slots
+from tierstore.cuda.staged import Indices, Staged
 from tierstore.cuda.streams import Operation, Stream
 from tierstore.cuda.updates import GradientsOf, RowUpdate, bag_arrays, bags_args, one_operation
 
@@ -56,26 +56,24 @@ class CudaRows(GpuRows):
     def lookup_pooled(
         self, args: LookupArgs, bags: Bags, out_addr: int, weights_addr: int = 0, argmax_addr: int = 0
     ) -> None:
-        self._check_lookup(args)
-        self._check_bags(bags, len(args.inverse))
+        staged = self._checked(args, bags)
         part = self._part(args.dim, _vec(args.dim, out_addr, bags.out_offset, bags.out_stride))
-        with self._looking_up(part, "lookup_pooled", args, bags) as (compute, gather, bag_args):
+        with self._looking_up(part, "lookup_pooled", args, bags, staged) as (compute, gather, bag_args):
             given = LookupPooledArgs(gather, bag_args, weights_addr, out_addr, argmax_addr)
             self._launch(compute, part, "lookup_pooled", given, len(bags.offsets) - 1)
 
     def lookup_rows(self, args: LookupArgs, out_addr: int, out_stride: int) -> None:
-        self._check_lookup(args)
+        staged = self._checked(args)
         _require(out_stride >= args.dim, "out_stride must be at least dim")
         part = self._part(args.dim, _vec(args.dim, out_addr, out_stride))
-        with self._looking_up(part, "lookup_rows", args) as (compute, gather, _):
+        with self._looking_up(part, "lookup_rows", args, None, staged) as (compute, gather, _):
             given = LookupRowsArgs(gather, len(args.inverse), out_addr, out_stride)
             self._launch(compute, part, "lookup_rows", given, len(args.inverse))
 
     def weight_grads(self, args: LookupArgs, bags: Bags, grad_addr: int, out_addr: int) -> None:
-        self._check_lookup(args)
-        self._check_bags(bags, len(args.inverse))
+        staged = self._checked(args, bags)
         part = self._part(args.dim, _vec(args.dim, grad_addr, bags.out_offset, bags.out_stride))
-        with self._looking_up(part, "weight_grads", args, bags) as (compute, gather, bag_args):
+        with self._looking_up(part, "weight_grads", args, bags, staged) as (compute, gather, bag_args):
             given = kernel_args.WeightGradsArgs(gather, bag_args, grad_addr, out_addr)
             self._launch(compute, part, "weight_grads", given, len(bags.offsets) - 1)
 
@@ -84,11 +82,11 @@ class CudaRows(GpuRows):
 
     @contextmanager
     def _looking_up(
-        self, part: Part, kernel: str, args: LookupArgs, bags: Bags | None = None
+        self, part: Part, kernel: str, args: LookupArgs, bags: Bags | None, staged: Staged | None
     ) -> Iterator[tuple[Operation, Structure, Structure | None]]:
         self.parts.kernels.load(part, kernel)
         arrays = [args.slots, args.inverse, *([] if bags is None else bag_arrays(bags))]
-        with self.indices(*arrays) as indices, self._computing(args.slots, indices) as compute:
+        with self.indices(*arrays, staged=staged) as indices, self._computing(args.slots, indices) as compute:
             slots, inverse, *of_bags = indices.addresses
             gather = GatherArgs(self.rows_args, slots, inverse)
             yield compute, gather, None if bags is None else bags_args(bags, of_bags)
@@ -106,13 +104,20 @@ class CudaRows(GpuRows):
         threads = items * lanes_of(part.dim, part.vec)
         self.parts.kernels.launch(compute, part, kernel, args, threads)
 
-    def _check_lookup(self, args: LookupArgs) -> None:
+    def _checked(self, args: LookupArgs, bags: Bags | None = None) -> Staged | None:
+        """Return what was staged for a lookup. What was not is checked."""
         self._require_room(args.dim)
-        wrong = len(args.inverse) and int(args.inverse.max()) >= len(args.slots)
-        _require(not wrong, "an entry of inverse is past the end of slots")
+        staged = self.parts.staged.of(args.slots)
+        if staged is None or not staged.has(args.inverse):
+            wrong = len(args.inverse) and int(args.inverse.max()) >= len(args.slots)
+            _require(not wrong, "an entry of inverse is past the end of slots")
+        if bags is not None:
+            self._check_bags(bags, len(args.inverse), staged)
+        return staged
 
-    def _check_bags(self, bags: Bags, positions: int | None) -> None:
-        bags.check()
+    def _check_bags(self, bags: Bags, positions: int | None, staged: Staged | None) -> None:
+        if staged is None or not staged.has(bags.offsets, bags.bag_start):
+            bags.check()
         ends_right = positions is None or bags.offsets[-1] == positions
         _require(bool(ends_right), "offsets must end at the number of positions")
 
@@ -130,7 +135,7 @@ class CudaRows(GpuRows):
         ready: list[RowUpdate] | None = None,
     ) -> Slots:
         """``ready``: the update is added to it, and is not made yet."""
-        self._check_bags(bags, None)
+        self._check_bags(bags, None, self.parts.staged.of(args.slots))
         vec = _vec(args.dim, grad_addr, bags.out_offset, bags.out_stride)
         gradients = GradientsOf(grad_addr, 0, bags, weights_addr, argmax_addr)
         return self._update(args, gradients, vec, rounding, ready)

@@ -21,6 +21,7 @@ from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
+from tierstore.cuda.staged import Staged
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.cuda.updates import RowUpdate, RowUpdates, one_operation
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
@@ -173,6 +174,22 @@ class CudaDevice:
         """
         return UvmDevice(self, kind)
 
+    def stage(
+        self,
+        slots: Slots,
+        inverse: NDArray[np.int32],
+        csr: tuple[NDArray[np.int32], NDArray[np.int32]],
+        more: Sequence[NDArray[np.generic]],
+        /,
+    ) -> Staged:
+        """Copy the index arrays of a planned lookup to the GPU; see ``Device``."""
+        staged = Staged(self.parts.indices, slots, inverse, csr, more)
+        with self.streams.operation(Stream.INDEX) as upload:
+            staged.block.mark = upload.mark
+            upload.copy(staged.block.device, staged.block.address, staged.size)
+        self.parts.staged.add(staged)
+        return staged
+
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> CudaRows:
         """Return a copy of the host array's rows for kernels to work on."""
         self.check(1, rows.shape[1], weights)
@@ -269,6 +286,17 @@ class UvmDevice:
     def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[RowUpdates]:
         """Make updates of the GPU."""
         return self._gpu.ready_updates(updates)
+
+    def stage(
+        self,
+        slots: Slots,
+        inverse: NDArray[np.int32],
+        csr: tuple[NDArray[np.int32], NDArray[np.int32]],
+        more: Sequence[NDArray[np.generic]],
+        /,
+    ) -> Staged:
+        """Copy the index arrays of a planned lookup to the GPU."""
+        return self._gpu.stage(slots, inverse, csr, more)
 
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
         """Return room for rows on their way up, on the GPU."""

@@ -27,9 +27,7 @@ from tierstore.errors import GpuError
 
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # constants of cuda.h
 _PORTABLE, _MAPPED = 1, 2
-_ALIGNMENT = 256
 _SMALLEST_BLOCK = 64 << 10
-AnyArray = NDArray[np.generic]
 
 
 def _too_little(streams: Streams, size: int) -> str:
@@ -226,38 +224,3 @@ class Blocks:
         with self._streams.calls():
             while self._all:  # where a call fails, another close() must not free the same again
                 self._all.pop().free(self._streams)
-
-
-class Indices:
-    """Arrays in a block, one after the other, for the kernels of one operation.
-
-    ``addresses``: where the GPU finds each array, None for one that is None. Behind the arrays is room of
-    ``scratch`` bytes each, not initialised, whose addresses follow.
-    """
-
-    def __init__(
-        self, blocks: Blocks, arrays: Sequence[AnyArray | None], scratch: Sequence[int] = ()
-    ) -> None:
-        sizes = [0 if array is None else array.nbytes for array in arrays]
-        begins = np.cumsum([0, *(size + -size % _ALIGNMENT for size in (*sizes, *scratch))]).tolist()
-        self._blocks = blocks
-        self.begins = begins
-        self.size: int = begins[len(arrays)]
-        """Bytes that have to be copied to the GPU."""
-        self.block = blocks.take(max(1, begins[-1]))
-        room = self.block.view(0, self.size, write=True)
-        for array, begin, size in zip(arrays, begins, sizes, strict=False):
-            if array is not None and size:
-                room[begin : begin + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        here = [array is not None for array in arrays] + [True] * len(scratch)
-        self.addresses = [
-            self.block.device + begin if is_here else None
-            for begin, is_here in zip(begins, here, strict=False)
-        ]
-
-    def __enter__(self) -> Indices:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Let others use the block once the operation is done."""
-        self._blocks.give(self.block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +16,8 @@ from tierstore._core import HostRows, InitialValues, RowCodec, SlotMarks
 from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MoveRowsArgs, RowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import Kernels
-from tierstore.cuda.memory import Block, Blocks, Indices
+from tierstore.cuda.memory import Block, Blocks
+from tierstore.cuda.staged import Indices, Staged, StagedLookups
 from tierstore.cuda.streams import NOTHING, Operation, Stream, Streams
 from tierstore.row_format import WIDE, RowFormat
 
@@ -55,6 +56,7 @@ class Parts:
     """Rows on their way up."""
     leaving: Blocks
     """Rows on their way down."""
+    staged: StagedLookups = field(default_factory=StagedLookups)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -161,12 +163,13 @@ class GpuRows:
     def use(self, operation: Operation, slots: Slots, indices: Indices) -> None:
         """Let the operation, which works on the rows at ``slots`` and uses ``indices``, follow the last ones
         on both."""
-        operation.before.append((indices.block.mark,))
-        indices.block.mark = operation.mark
+        indices.use(operation)
         self._touch(operation, slots)
 
     def upload(self, indices: Indices) -> None:
         """Copy ``indices`` to the GPU beside what computes there."""
+        if not indices.size:
+            return
         with self.parts.streams.operation(Stream.INDEX) as upload:
             indices.block.mark = upload.mark
             upload.copy(indices.block.device, indices.block.address, indices.size)
@@ -181,9 +184,14 @@ class GpuRows:
         if self._has_discarded and len(slots):
             self._memory.ensure((int(slots.max()) + 1) * self.row_bytes)
 
-    def indices(self, *arrays: NDArray[np.generic] | None, scratch: Sequence[int] = ()) -> Indices:
-        """Return the arrays in pinned memory, for one operation."""
-        return Indices(self.parts.indices, arrays, scratch)
+    def indices(
+        self,
+        *arrays: NDArray[np.generic] | None,
+        scratch: Sequence[int] = (),
+        staged: Staged | None = None,
+    ) -> Indices:
+        """Return the arrays for one operation: in pinned memory, unless they are ``staged``."""
+        return Indices(self.parts.indices, arrays, scratch, staged)
 
     @contextmanager
     def _moving(

@@ -27,12 +27,12 @@ from tierstore.cuda.cubins import Part
 from tierstore.cuda.driver import CallError
 from tierstore.cuda.kernels import lanes_of
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Slots
+from tierstore.cuda.staged import HotRows
 from tierstore.cuda.streams import Operation, Stream, Streams
 from tierstore.row_format import WIDE
 
-REDUCE_POSITIONS = 256
-"""Gradients of a row that one group of threads adds (csrc/cuda/update.cuh)."""
 _BAG_ARRAYS = 5
+_MEAN = 1  # csrc/kernels/bags.h, Pooling
 _ROUNDING_ARRAYS = 3
 _BEFORE_BAGS = 8 + _ROUNDING_ARRAYS
 """Arrays of an update before those of its bags."""
@@ -62,18 +62,6 @@ class GradientsOf:
     argmax: int = 0
 
 
-class _Hot:
-    """Rows with many positions, whose gradients are added in pieces (csrc/cuda/update.cuh)."""
-
-    def __init__(self, csr_start: NDArray[np.int32]) -> None:
-        counts = np.diff(csr_start)
-        rows = np.flatnonzero(counts > REDUCE_POSITIONS)
-        pieces = np.cumsum(-(-counts[rows] // REDUCE_POSITIONS))
-        self.rows = np.append(rows, len(counts)).astype(np.int32)
-        self.first_piece = np.append(0, pieces).astype(np.int32)
-        self.count, self.pieces = len(rows), int(self.first_piece[-1])
-
-
 class _UpdateArrays:
     """The index arrays of one update, and room for what its kernels hand to one another."""
 
@@ -81,7 +69,10 @@ class _UpdateArrays:
         self, rows: GpuRows, args: UpdateArgs, gradients: GradientsOf, rounding: UpdateRounding | None
     ) -> None:
         self.args, self._gradients, self.bags = args, gradients, gradients.bags
-        self.hot = _Hot(args.csr_start)
+        staged = rows.parts.staged.of(args.slots)
+        if staged is not None and not staged.has(args.csr_start, args.csr_positions):
+            staged = None  # some rows stay as they are
+        self.hot = HotRows(args.csr_start) if staged is None else staged.hot
         rejected = np.zeros(len(args.slots) if args.check_finite else 0, np.uint8)
         self._rejected_bytes = rejected.nbytes
         used: NDArray[np.int32] | None = None
@@ -91,15 +82,19 @@ class _UpdateArrays:
             dice = [rounding.keys, rounding.seeds, rounding.columns]
         shares, bag_of = 0, 0
         if self.bags is not None:
-            # Positions that count in a mean; the others have no row, or one that stays as it is.
-            used = np.full(int(self.bags.offsets[-1]), -1, np.int32)
-            used[args.csr_positions] = 0
-            of_bags = bag_arrays(self.bags)
-            shares, bag_of = ctypes.sizeof(BagShare) * (len(self.bags.offsets) - 1), used.nbytes
+            of_bags, positions = bag_arrays(self.bags), int(self.bags.offsets[-1])
+            if staged is not None:
+                used = staged.inverse
+            elif np.any(self.bags.modes == _MEAN):
+                # Positions that count in a mean; the others have no row, or one that stays as it is.
+                used = np.full(positions, -1, np.int32)
+                used[args.csr_positions] = 0
+            shares, bag_of = ctypes.sizeof(BagShare) * (len(self.bags.offsets) - 1), 4 * positions
         self.indices = rows.indices(
             *(args.slots, args.csr_start, args.csr_positions, self.hot.rows, self.hot.first_piece),
             *(args.means, rejected, args.squares, *dice, used, *of_bags),
             scratch=[shares, bag_of, 4 * args.dim * self.hot.pieces],
+            staged=staged,
         )
 
     def shares_args(self, dim: int) -> Structure:

@@ -50,6 +50,11 @@ class Part:
         """Bytes that the part keeps once it is made, beside its deduplicated ids: the window counts those."""
         return 0
 
+    @property
+    def index_arrays(self) -> Sequence[NDArray[np.generic]]:
+        """Return what calls of the device have for the part beside its ids."""
+        return ()
+
     def weights_of(self, weights: Tensor) -> Tensor:
         """Return the per-sample weights, float32, of this part's positions."""
         pieces = [weights[begin:end] for begin, end in self.spans if begin < end] or [weights[:0]]
@@ -73,6 +78,11 @@ class PooledPart(Part):
     """Bags of positions, grouped by feature."""
 
     bags: _core.Bags = field(kw_only=True)
+
+    @property
+    def index_arrays(self) -> Sequence[NDArray[np.generic]]:
+        bags = self.bags
+        return bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
 
     @property
     def nbytes(self) -> int:

@@ -213,6 +213,7 @@ class Worker:
             place = self._lookups = self._lookups + 1
             seq = part.group.order.take()
             part.rows = pinned = PinnedRows(part.group, part.batch, seq, partial(self.demand, place))
+            pinned.index_arrays = part.index_arrays
             planned.lookups.append((part.group, pinned))
             planned.last = place
             planned.first.setdefault(id(part.group), seq)

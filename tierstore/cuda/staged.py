@@ -1,0 +1,160 @@
+"""Index arrays of operations on a GPU, and those of planned lookups, which are there before the lookup runs.
+
+The thread that plans a lookup stages them, so that the training thread of a prefetch copies nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _core
+from tierstore.cuda.memory import Block, Blocks
+from tierstore.cuda.streams import Operation
+
+AnyArray = NDArray[np.generic]
+REDUCE_POSITIONS = 256
+"""Gradients of a row that one group of threads adds (csrc/cuda/update.cuh)."""
+_ALIGNMENT = 256
+
+
+class HotRows:
+    """Rows with many positions, whose gradients are added in pieces (csrc/cuda/update.cuh)."""
+
+    def __init__(self, csr_start: NDArray[np.int32]) -> None:
+        counts = np.diff(csr_start)
+        rows = np.flatnonzero(counts > REDUCE_POSITIONS)
+        pieces = np.cumsum(-(-counts[rows] // REDUCE_POSITIONS))
+        self.rows = np.append(rows, len(counts)).astype(np.int32)
+        self.first_piece = np.append(0, pieces).astype(np.int32)
+        self.count, self.pieces = len(rows), int(self.first_piece[-1])
+
+
+class Staged:
+    """Arrays in one block, one after the other: ``slots``, ``inverse``, the positions ``csr`` of every row,
+    its :class:`HotRows`, and ``more``. The arrays must not change while this lives.
+
+    The block is given back when nobody has the object any more.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        slots: NDArray[np.int32],
+        inverse: NDArray[np.int32],
+        csr: tuple[NDArray[np.int32], NDArray[np.int32]],
+        more: Sequence[AnyArray],
+    ) -> None:
+        self.slots, self.inverse, self.csr = slots, inverse, csr
+        self.hot = HotRows(csr[0])
+        self._more = more
+        arrays = [slots, inverse, *csr, self.hot.rows, self.hot.first_piece, *more]
+        begins = places(arrays)
+        self.size = begins[-1]
+        """Bytes that have to be copied to the GPU."""
+        self.block = blocks.take(max(1, self.size))
+        weakref.finalize(self, blocks.give, self.block).atexit = False
+        fill(self.block, arrays, begins)
+        self._addresses = {
+            _identity(array): self.block.device + begin
+            for array, begin in zip(arrays, begins, strict=False)
+            if array.nbytes
+        }
+
+    def address_of(self, array: AnyArray) -> int | None:
+        """Return where the GPU finds an array; None for one that was not staged."""
+        return self._addresses.get(_identity(array))
+
+    def has(self, *arrays: AnyArray) -> bool:
+        """Return whether all of these arrays were staged."""
+        return all(self.address_of(array) is not None for array in arrays)
+
+    def use(self, operation: Operation) -> None:
+        """Let the operation, which reads the arrays, follow the last one on them."""
+        operation.before.append((self.block.mark,))
+        self.block.mark = operation.mark
+
+
+class Indices:
+    """Arrays in a block, one after the other, for the kernels of one operation.
+
+    ``addresses``: where the GPU finds each array, None for one that is None. Arrays that are ``staged`` stay
+    where they are. Behind the others is room of ``scratch`` bytes each, not initialised, whose addresses
+    follow.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        arrays: Sequence[AnyArray | None],
+        scratch: Sequence[int] = (),
+        staged: Staged | None = None,
+    ) -> None:
+        there = [None if a is None or staged is None else staged.address_of(a) for a in arrays]
+        own = [None if at is not None else array for at, array in zip(there, arrays, strict=True)]
+        begins = places(own, scratch)
+        self._blocks, self._staged = blocks, staged
+        self.begins = begins
+        self.size: int = begins[len(arrays)]
+        """Bytes that have to be copied to the GPU."""
+        self.block = blocks.take(max(1, begins[-1]))
+        fill(self.block, own, begins)
+        here = self.block.device
+        self.addresses = [
+            at if at is not None else None if array is None else here + begin
+            for at, array, begin in zip(there, own, begins, strict=False)
+        ] + [here + begin for begin in begins[len(arrays) : -1]]
+
+    def use(self, operation: Operation) -> None:
+        """Let the operation, which uses the arrays, follow the last one on them."""
+        operation.before.append((self.block.mark,))
+        self.block.mark = operation.mark
+        if self._staged is not None:
+            self._staged.use(operation)
+
+    def __enter__(self) -> Indices:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let others use the block once the operation is done."""
+        self._blocks.give(self.block)
+
+
+class StagedLookups:
+    """What is staged now, by the slots of its rows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: weakref.WeakValueDictionary[tuple[int, int], Staged] = weakref.WeakValueDictionary()
+
+    def add(self, staged: Staged) -> None:
+        """Let :meth:`of` find it as long as somebody has it."""
+        with self._lock:
+            self._found[_identity(staged.slots)] = staged
+
+    def of(self, slots: NDArray[np.int32]) -> Staged | None:
+        """Return what was staged with these slots; None if nothing was."""
+        return self._found.get(_identity(slots)) if len(slots) else None
+
+
+def places(arrays: Sequence[AnyArray | None], scratch: Sequence[int] = ()) -> list[int]:
+    """Return where each array begins in a block, then where room of ``scratch`` bytes each begins, and where
+    all of that ends."""
+    sizes = [0 if array is None else array.nbytes for array in arrays]
+    return np.cumsum([0, *(size + -size % _ALIGNMENT for size in (*sizes, *scratch))]).tolist()
+
+
+def fill(block: Block, arrays: Sequence[AnyArray | None], begins: Sequence[int]) -> None:
+    """Copy arrays to their places in a block, by the threads of the kernels."""
+    room = block.view(0, begins[len(arrays)], write=True)
+    for array, begin in zip(arrays, begins, strict=False):
+        if array is not None and array.nbytes:
+            _core.copy_bytes(np.ascontiguousarray(array), room[begin : begin + array.nbytes])
+
+
+def _identity(array: AnyArray) -> tuple[int, int]:
+    return array.ctypes.data, array.nbytes
