@@ -177,7 +177,8 @@ TIERSTORE_BINDINGS(cache) {
         const py::gil_scoped_release unlocked;
         return ContentHash(data, bytes);
       },
-      py::arg("address"), py::arg("bytes"), "Return a hash of these bytes: XXH64, and of more than 1 MiB the XXH64 of the hashes of its pieces.");
+      py::arg("address"), py::arg("bytes"),
+      "Return a hash of these bytes: XXH64, and of more than 1 MiB the XXH64 of the hashes of its pieces.");
   m.def(
       "batch_of_unique",
       [](const Array<std::uint64_t>& keys) {
