@@ -69,8 +69,8 @@ class Stage:
 
 
 def stages(tables: Tables, setting: Setting) -> Iterator[Stage]:
-    """Yield the tables alone, then DLRM and DCN v2 on them, with layers as wide as MLPerf's. These multiply in
-    TF32: in float32 they would take so long that it would not matter what tables take."""
+    """Yield the tables alone, then DLRM and DCN v2 on them, with layers as wide as MLPerf's, which multiply
+    in TF32: in float32 they would take so long that it would not matter what tables take."""
     torch.set_float32_matmul_precision("high")
     sizes = setting.sizes
     lower = [sizes.width // 2, sizes.width // 4, sizes.dim]

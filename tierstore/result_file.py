@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +117,8 @@ def machine() -> dict[str, Any]:
     """Describe the machine that gave a figure: processor, usable cores, memory, versions, date (UTC)."""
     import torch
 
+    import tierstore
+
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -125,7 +126,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tierstore": version("tierstore"),
+        "tierstore": tierstore.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
