@@ -16,7 +16,9 @@ import pytest
 
 import tierstore
 from tests.bags import SGD, budget, build, random_batches
+from tests.pipeline.conftest import BESIDE, BY_WORKER
 from tierstore import TierConfig
+from tierstore.pipeline import made
 from tierstore.pipeline.processors import give_way
 
 CODE = """
@@ -94,7 +96,11 @@ def own_niceness() -> int:
     return of_thread(threading.get_native_id())
 
 
-def test_only_the_worker_of_a_prefetch_gives_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [BESIDE, BY_WORKER])
+def test_only_the_threads_of_a_prefetch_give_way(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made, "MANY_THREADS", threads)
     seen = []
     config = TierConfig(hbm=budget(60, dim=8), engine="native", path=tmp_path, read_ahead="1MiB")
     with build(config, SGD, (8,)) as module:
@@ -106,6 +112,7 @@ def test_only_the_worker_of_a_prefetch_gives_way(tmp_path: Path) -> None:
     assert "tierstore-read-ahead" not in seen[0], "rows leave memory later than expected"
     (worker,) = seen[10].pop("tierstore-prefetch")
     assert worker == min(own + 5, 19)
+    assert seen[10].pop("tierstore-lookups", {worker}) == {worker}
     assert {"tierstore-read-ahead", "native"} <= seen[10].keys()
     assert set().union(*seen[10].values()) == {own}
 

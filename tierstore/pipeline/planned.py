@@ -32,6 +32,7 @@ class Planned:
     first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
     contents: dict[int, Content] = field(default_factory=dict)  # number of the call → hash of its inputs
     exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
+    made: dict[int, Any] = field(default_factory=dict)  # number of the call → lookup that is made beside
     is_end: bool = False  # it stands for the end behind the last batch
     error: RankError | None = None  # why the ranks cannot go on with this batch
     prepared: Gate = field(default_factory=Gate)

@@ -15,9 +15,10 @@ from typing import Any
 
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
-from tierstore.modules.ahead import Ahead, content_of
+from tierstore.modules.ahead import Ahead
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.learning import Call, tensors_read
+from tierstore.pipeline.made import Made, Maker, Stopped
 from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
 from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.processors import give_way, share_processors
@@ -52,6 +53,7 @@ class Worker:
         self._is_started = False  # whether batches may be planned
         self._is_stopping = False
         self._is_broken = False  # whether a plan has failed that later plans rely on
+        self._maker = Maker.beside() if any(not call.module.collective for call in calls) else None
 
     # -- training thread ------------------------------------------------------------------------
 
@@ -60,6 +62,8 @@ class Worker:
         with self._lock:
             self._given += 1
             if self.failure is None:
+                if self._maker is not None:
+                    self._maker.begin(planned, self.calls)
                 self._to_prepare.append(planned)
             else:
                 planned.prepared.open()
@@ -109,6 +113,8 @@ class Worker:
             self._is_stopping = True
             self._changed.notify_all()
         with ExitStack() as ends:
+            if self._maker is not None:
+                ends.callback(self._maker.stop)
             for group in self.groups:
                 ends.callback(group.order.wake)
                 ends.callback(group.forget_window)  # a plan may wait for rows that are read ahead
@@ -187,26 +193,29 @@ class Worker:
         exchange = planned.exchanges.pop(number, None)
         if module.collective and exchange is None:
             return
-        args: tuple[Any, ...] | None = None
+        made = planned.made.pop(number, None) or Made(call)
         try:
             with planned.on_streams():  # arguments may be computed where the ids are
-                args, kwargs = call.arguments(planned.batch)
-                inputs = module.lookup_inputs(*args, **kwargs)
                 if exchange is None:
-                    content = content_of(inputs)  # before the ids are read, so that changes are noticed
-                    lookup = module.make_lookup(*args, **kwargs)
+                    made.lookup_of(planned.batch)
                 else:
-                    content, lookup = planned.contents[number], module.finish_exchange(exchange)
+                    made.arguments_of(planned.batch)
+                    made.content, made.lookup = planned.contents[number], module.finish_exchange(exchange)
+        except Stopped:
+            return
         except WRONG_BATCH as error:  # the forward call raises the batch's error in the user's own thread
-            say_why(call, error, has_arguments=args is not None)
+            say_why(call, error, has_arguments=made.args is not None)
             return
         except BaseException as error:  # no forward call would raise this error by itself
             planned.aheads.append((module, Ahead.failed(error)))
             return
-        planned.keep(module, Ahead(inputs, content, lookup), tensors_read(module, args, kwargs))
-        self._announce(planned, lookup)
+        assert made.args is not None
+        ahead = Ahead(made.inputs, made.content, made.lookup)
+        planned.keep(module, ahead, tensors_read(module, made.args, made.kwargs))
+        self._announce(planned, made.lookup)
 
-    def _announce(self, planned: Planned, lookup: Lookup) -> None:
+    def _announce(self, planned: Planned, lookup: Lookup | None) -> None:
+        assert lookup is not None
         for part in lookup.parts:
             if self._is_broken:
                 return
