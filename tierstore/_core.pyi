@@ -122,6 +122,8 @@ class InitialValues:
     @property
     def columns(self) -> Int64Array | None: ...
 
+def is_shared(offsets: NDArray[np.generic]) -> bool: ...
+
 class Bags:
     def __init__(
         self,

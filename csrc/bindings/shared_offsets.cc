@@ -36,7 +36,7 @@ Array<std::int64_t> SharedOffsets(py::ssize_t n) {
   return offsets;
 }
 
-bool AreShared(const Array<std::int64_t>& offsets) {
+bool AreShared(const py::array& offsets) {
   const py::object base = offsets.base();
   if (!base || !PyCapsule_CheckExact(base.ptr())) return false;
   const char* const name = PyCapsule_GetName(base.ptr());

@@ -8,12 +8,12 @@
 
 namespace tierstore {
 
-// The shared array is kept for ever, so it is no longer than this: 8 MiB.
-constexpr pybind11::ssize_t kMostShared = 1 << 20;
+// The shared array is kept for ever, so it is no longer than this: 32 MiB.
+constexpr pybind11::ssize_t kMostShared = 1 << 22;
 
 // Returns the first `n` numbers from 0 on, where n is at most kMostShared. Python cannot write to the array.
 // Call it with the interpreter's lock.
 Array<std::int64_t> SharedOffsets(pybind11::ssize_t n);
-bool AreShared(const Array<std::int64_t>& offsets);
+bool AreShared(const pybind11::array& offsets);
 
 }  // namespace tierstore

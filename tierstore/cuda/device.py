@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
 from tierstore.cuda.args import WEIGHTS
 from tierstore.cuda.compute import CudaRows, parts_of
 from tierstore.cuda.cubins import CubinCache, Cubins
@@ -21,7 +22,7 @@ from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
-from tierstore.cuda.staged import Staged
+from tierstore.cuda.staged import Constant, Staged
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.cuda.updates import RowUpdate, RowUpdates, one_operation
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
@@ -183,10 +184,19 @@ class CudaDevice:
         /,
     ) -> Staged:
         """Copy the index arrays of a planned lookup to the GPU; see ``Device``."""
-        staged = Staged(self.parts.indices, slots, inverse, csr, more)
+        known, blocks = self.parts.staged.constants, self.parts.indices
+        new = [
+            Constant(blocks, array)
+            for array in more
+            if _core.is_shared(array) and not any(constant.has(array) for constant in known)
+        ]
+        staged = Staged(blocks, slots, inverse, csr, more, [*known, *new])
         with self.streams.operation(Stream.INDEX) as upload:
-            staged.block.mark = upload.mark
-            upload.copy(staged.block.device, staged.block.address, staged.size)
+            ahead: list[Constant | Staged] = [*new, staged]  # who waits for the last one waits for all
+            for one in ahead:
+                one.block.mark = upload.mark
+                upload.copy(one.block.device, one.block.address, one.size)
+        known += new
         self.parts.staged.add(staged)
         return staged
 

@@ -34,9 +34,27 @@ class HotRows:
         self.count, self.pieces = len(rows), int(self.first_piece[-1])
 
 
+class Constant:
+    """Numbers that never change and that many lookups share: the offsets of bags with one id each."""
+
+    def __init__(self, blocks: Blocks, array: AnyArray) -> None:
+        self._array = array
+        self.block = blocks.take(array.nbytes)
+        fill(self.block, [array], [0, array.nbytes])
+
+    @property
+    def size(self) -> int:
+        """Bytes that have to be copied to the GPU."""
+        return self._array.nbytes
+
+    def has(self, array: AnyArray) -> bool:
+        """Return whether an array is the first of these numbers."""
+        return array.ctypes.data == self._array.ctypes.data and array.nbytes <= self._array.nbytes
+
+
 class Staged:
     """Arrays in one block, one after the other: ``slots``, ``inverse``, the positions ``csr`` of every row,
-    its :class:`HotRows`, and ``more``. The arrays must not change while this lives.
+    its :class:`HotRows`, and ``more`` but for ``constants``. The arrays must not change while this lives.
 
     The block is given back when nobody has the object any more.
     """
@@ -48,11 +66,13 @@ class Staged:
         inverse: NDArray[np.int32],
         csr: tuple[NDArray[np.int32], NDArray[np.int32]],
         more: Sequence[AnyArray],
+        constants: Sequence[Constant],
     ) -> None:
         self.slots, self.inverse, self.csr = slots, inverse, csr
         self.hot = HotRows(csr[0])
-        self._more = more
-        arrays = [slots, inverse, *csr, self.hot.rows, self.hot.first_piece, *more]
+        self._kept = more, constants
+        there = [array for array in more if not any(constant.has(array) for constant in constants)]
+        arrays = [slots, inverse, *csr, self.hot.rows, self.hot.first_piece, *there]
         begins = places(arrays)
         self.size = begins[-1]
         """Bytes that have to be copied to the GPU."""
@@ -63,6 +83,11 @@ class Staged:
             _identity(array): self.block.device + begin
             for array, begin in zip(arrays, begins, strict=False)
             if array.nbytes
+        } | {
+            _identity(array): constant.block.device
+            for array in more
+            for constant in constants
+            if constant.has(array)
         }
 
     def address_of(self, array: AnyArray) -> int | None:
@@ -125,10 +150,11 @@ class Indices:
 
 
 class StagedLookups:
-    """What is staged now, by the slots of its rows."""
+    """What is staged now, by the slots of its rows, and the constants that are on the GPU."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.constants: list[Constant] = []
         self._found: weakref.WeakValueDictionary[tuple[int, int], Staged] = weakref.WeakValueDictionary()
 
     def add(self, staged: Staged) -> None:
