@@ -66,6 +66,7 @@ def gpu(request: pytest.FixtureRequest) -> FakeGpu:
 
 @pytest.fixture
 def bare(gpu: FakeGpu) -> Iterator[Bare]:
+    gpu.run(0)  # the driver's own stream, which any test may have made before, takes no number of another's
     bare = Bare(Driver(gpu.path))
     yield bare
     bare.close()

@@ -52,14 +52,8 @@ class Streams {
   // Null where there are too many.
   Stream* Create() {
     std::size_t number = 1;
-    while (number < kMostActors && streams_.count(number) != 0) ++number;
-    if (number == kMostActors) return nullptr;
-    auto made = std::make_unique<Stream>();
-    made->number = number;
-    made->clock = ends_[number];  // it does not come after what the last stream of this number did not
-    Stream* const stream = made.get();
-    streams_[number] = std::move(made);
-    return stream;
+    while (number < kDefault && streams_.count(number) != 0) ++number;
+    return number == kDefault ? nullptr : Make(number);
   }
   void Destroy(Stream* stream) {
     Drain(stream);
@@ -67,9 +61,10 @@ class Streams {
     ends_[stream->number][stream->number] = stream->clock[stream->number];
     streams_.erase(stream->number);
   }
-  // Stream 0 of the driver, which is there without being made.
+  // Stream 0 of the driver, which is there without being made. It has the last number, so that the streams of
+  // a test have the same numbers whether another test has used it or not.
   Stream* Default() {
-    if (default_ == nullptr) default_ = Create();
+    if (default_ == nullptr) default_ = Make(kDefault);
     return default_;
   }
   std::size_t size() const { return streams_.size() - (default_ != nullptr); }
@@ -117,6 +112,17 @@ class Streams {
   std::mt19937* random() { return &random_; }
 
  private:
+  static constexpr std::size_t kDefault = kMostActors - 1;
+
+  Stream* Make(std::size_t number) {
+    auto made = std::make_unique<Stream>();
+    made->number = number;
+    made->clock = ends_[number];  // it does not come after what the last stream of this number did not
+    Stream* const stream = made.get();
+    streams_[number] = std::move(made);
+    return stream;
+  }
+
   void Step(Stream* stream) {
     const Operation operation = std::move(stream->queue.front());
     stream->queue.pop_front();
