@@ -25,6 +25,7 @@ from ._gpu_sizes import Figures, Setting
 from ._gpu_systems import LR, SYSTEMS, Absent, Tables
 
 DEPTH, WINDOW = 2, 16
+_HOST_STAGES = ("announce", "plan", "move", "stall", "compute")
 _WARM_SECONDS, _SECONDS = 4.0, 3.0
 _SHARES = {"embedding": (4, 2), "dlrm": (1, 2), "dcnv2": (1, 2)}
 """Of twelve batches, how many each stage warms up on, and how many are measured."""
@@ -130,12 +131,12 @@ def timed(
     batches: Any,
     warm: int,
     finish: Callable[[], None],
-    host: Callable[[], dict[str, float]] = dict,
+    counted: Callable[[], dict[str, float]] = dict,
 ) -> dict[str, Any]:
     """Return milliseconds of a step after ``warm`` ones, and how many steps were measured.
 
     A slow system takes fewer steps: it warms up for ``_WARM_SECONDS`` and is measured for ``_SECONDS``.
-    ``host``: returns the seconds of each of the host's stages so far; milliseconds of a step are added.
+    ``counted``: returns counters, of which the figures of a step are added.
     """
     begin, started, steps = time.perf_counter(), 0.0, 0
     before: dict[str, float] = {}
@@ -143,13 +144,13 @@ def timed(
         now = time.perf_counter()
         if not started and number and (number >= warm or now - begin > _WARM_SECONDS):
             finish()
-            before, started = host(), time.perf_counter()
+            before, started = counted(), time.perf_counter()
         elif started and now - started > _SECONDS:
             break
         stage.step(batch)
         steps += bool(started)
     finish()
-    took, after = time.perf_counter() - started, host()
+    took, after = time.perf_counter() - started, counted()
     if hasattr(batches, "close"):
         batches.close()  # rows of batches that were not trained on
     if not steps:
@@ -157,16 +158,22 @@ def timed(
     return {
         f"{stage.name}.ms_per_step": 1e3 * took / steps,
         f"{stage.name}.steps": steps,
-        **{f"{stage.name}.host.{name}_ms": 1e3 * (after[name] - before[name]) / steps for name in before},
+        **{f"{stage.name}.{name}": (after[name] - before[name]) / steps for name in before},
     }
 
 
-def host_seconds(tables: Tables) -> dict[str, float]:
-    """Return the seconds that the host's stages of tierstore's lookups have taken so far, in all threads."""
+def counters(tables: Tables) -> dict[str, float]:
+    """Return what tierstore's tables have counted so far: milliseconds of the host's stages, in all threads,
+    and rows that were not in ``hbm`` and that have left it."""
     if not tables.ahead:
         return {}
-    counted = tables.bags.stats()
-    return {name: counted[f"{name}_seconds"] for name in ("announce", "plan", "move", "stall", "compute")}
+    stats = tables.bags.stats()
+    hbm = stats["tiers"]["hbm"]
+    return {
+        **{f"host.{name}_ms": 1e3 * stats[f"{name}_seconds"] for name in _HOST_STAGES},
+        "missed_rows": hbm["rows"] - hbm["row_hits"],
+        "evicted_rows": stats["evicted_rows"],
+    }
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -190,7 +197,7 @@ def train(name: str, setting: Setting) -> Figures:
         for stage in stages(tables, setting):
             warm, steps = (max(1, count * share // 12) for share in _SHARES[stage.name])
             own, batches = batches[: warm + steps], batches[warm + steps :] or batches
-            yield timed(stage, ahead_of(own, tables), warm, finish, partial(host_seconds, tables))
+            yield timed(stage, ahead_of(own, tables), warm, finish, partial(counters, tables))
 
 
 def bound(setting: Setting) -> Figures:
