@@ -47,10 +47,19 @@ std::vector<std::int64_t> OwnSlots(const std::vector<std::unique_ptr<TierLane>>&
   return slots;
 }
 
+bool Grows(const std::vector<LaneConfig>& lanes) {
+  const auto grows = [](const LaneConfig& lane) { return lane.grows; };
+  if (!std::any_of(lanes.begin(), lanes.end(), grows)) return false;
+  if (!std::all_of(lanes.begin(), lanes.end(), grows) || lanes.size() > LaneIds::kMostLanes)
+    throw std::invalid_argument("all lanes of a tier grow, and these are 16 at most, or no lane grows");
+  return true;
+}
+
 std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& configs) {
   std::vector<std::unique_ptr<TierLane>> lanes;
-  for (const LaneConfig& lane : configs) {
-    if (lane.grows && configs.size() > 1) throw std::invalid_argument("a tier that grows has one lane only");
+  const bool by_id = Grows(configs);
+  for (LaneConfig lane : configs) {
+    if (by_id) lane.ids = LaneIds::Of(lanes.size(), configs.size());
     lanes.push_back(std::make_unique<TierLane>(lane));
   }
   return lanes;
@@ -58,7 +67,8 @@ std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& conf
 
 }  // namespace
 
-Tier::Tier(const TierConfig& config) : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of) {}
+Tier::Tier(const TierConfig& config)
+    : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of, Grows(config.lanes)) {}
 
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
                  bool absent, Plan* plan) {
@@ -296,6 +306,7 @@ void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::i
 
 PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
   if (lanes_.size() == 1) return lanes_[0]->ResidentSlots(only_dirty, from, limit);
+  if (map_.by_id()) return ResidentInTurns(only_dirty, from, limit);
   PageVector<std::int32_t> slots;
   const auto room = [&] { return limit - static_cast<std::int64_t>(slots.size()); };
   for (std::size_t lane = 0; lane < lanes_.size() && room() > 0; ++lane) {
@@ -316,6 +327,18 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
   std::sort(overflow.begin(), overflow.end());
   for (const std::int32_t slot : overflow) {
     if (slot >= from && room() > 0) slots.push_back(slot);
+  }
+  return slots;
+}
+
+// Of lanes that have the slots in turns.
+PageVector<std::int32_t> Tier::ResidentInTurns(bool only_dirty, std::int64_t from, std::int64_t limit) const {
+  PageVector<std::int32_t> slots;
+  const std::int64_t end = committed();
+  for (std::int64_t i = from; i < end && static_cast<std::int64_t>(slots.size()) < limit; ++i) {
+    const auto slot = static_cast<std::int32_t>(i);
+    const LaneMap::Place place = map_.PlaceOf(slot);
+    if (lanes_[place.lane]->HasRow(place.slot, only_dirty)) slots.push_back(slot);
   }
   return slots;
 }
@@ -341,6 +364,11 @@ std::vector<std::int64_t> Tier::TableRows() const {
 
 std::int64_t Tier::committed() const {
   if (lanes_.size() == 1) return lanes_[0]->committed();
+  if (map_.by_id()) {
+    std::int64_t most = 0;
+    for (const auto& lane : lanes_) most = std::max(most, lane->committed());
+    return most * static_cast<std::int64_t>(lanes_.size());
+  }
   std::int64_t overflow = 0;
   for (const auto& lane : lanes_) overflow = std::max(overflow, lane->committed() - lane->capacity());
   return map_.capacity() + overflow * static_cast<std::int64_t>(lanes_.size());
