@@ -34,7 +34,7 @@ LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> 
 }
 
 std::size_t LaneMap::LaneOf(std::uint64_t key) const {
-  if (by_id_) return LaneIds::LaneOf(KeyId(key), lanes());
+  if (by_id_) return LaneIds::LaneOf(key, bits_);
   const std::uint32_t table = KeyTable(key);
   const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
   if (range.count == 1) return range.first;

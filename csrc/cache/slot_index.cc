@@ -131,7 +131,7 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
       }
       if (table != nullptr) {
         ++table->in_entries;
-        table->ids = std::max(table->ids, ids_.NumberOf(KeyId(key)) + 1);
+        table->ids = std::max(table->ids, ids_.NumberOf(key) + 1);
       }
       if (static_cast<std::uint64_t>(++in_entries_) * 2 > entries_.size() + 4) Grow();
       Place(std::uint64_t{tags[i]} << 32 | slot);
@@ -178,7 +178,7 @@ void SlotIndex::MoveEntries(Table* table) {
   for (std::uint64_t id = 0; id < table->ids; ++id) {
     std::int32_t* const place = table->slots.data() + id;
     if (*place >= 0) continue;
-    const std::uint64_t key = MakeKey(number, ids_.IdOf(id));
+    const std::uint64_t key = ids_.KeyOf(number, id);
     FindEntries(&key, 1, place);
     if (*place >= 0) EraseAt(PlaceOf(*place));
   }

@@ -81,7 +81,7 @@ class SlotIndex {
   // Returns the place of the key's slot if the key is kept directly, else null.
   std::int32_t* Direct(std::uint64_t key) const {
     const std::uint32_t table = KeyTable(key);
-    const std::uint64_t number = ids_.NumberOf(KeyId(key));
+    const std::uint64_t number = ids_.NumberOf(key);
     if (table >= tables_.size() || number >= tables_[table].slots.size()) return nullptr;
     return tables_[table].slots.data() + number;
   }

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from cache_policies.lanes import lane_slots, slots_by_id
+from cache_policies.lanes import lane_slots
 from tierstore.cache.device import HOST, Device
 from tierstore.cache.machine import check_lockable
 from tierstore.cache.tiers.shares import OwnShare, TierPlan
@@ -217,7 +217,8 @@ def _by_id(
         return plan
     if most is None:
         most = slots_for(_max_bytes(demand, policy, admission), demand.row_bytes, None)
-    slots = lanes * slots_by_id((table.rows for table in demand.tables), lanes)
+    # Of a table's first ids every lane has as many, or one more or less (csrc/cache/lane_ids.h).
+    slots = lanes * sum(-(-table.rows // lanes) for table in demand.tables)
     return plan if slots > most else replace(plan, slots=slots, lanes_by_id=lanes)
 
 
