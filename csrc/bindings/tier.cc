@@ -193,8 +193,7 @@ void BindTier(py::module_& m) {
           "dirty_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
-            for (py::ssize_t i = 0; i < slots.size(); ++i)
-              out.mutable_data()[i] = tier.dirty(slots.data()[i]) ? 1 : 0;
+            tier.DirtyOf(slots.data(), slots.size(), out.mutable_data());
             return out;
           },
           py::arg("slots"))
@@ -202,7 +201,7 @@ void BindTier(py::module_& m) {
           "keys_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint64_t> out = Fresh<std::uint64_t>(slots.size());
-            for (py::ssize_t i = 0; i < slots.size(); ++i) out.mutable_data()[i] = tier.key(slots.data()[i]);
+            tier.KeysOf(slots.data(), slots.size(), out.mutable_data());
             return out;
           },
           py::arg("slots"))

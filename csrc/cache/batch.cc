@@ -234,17 +234,21 @@ struct Part {
     std::int64_t begin = 0, end = 0;  // its first occurrences among the part's keys
   };
   std::int64_t count = 0;  // ids
+  std::int64_t bound = 0;  // rows of its table, where it has one
   std::vector<Range> ranges = {};
   BadId bad = {};
   PageVector<std::uint64_t> keys = {};
 };
 
-// Divides the segments by table, the table with most ids first. Tables with few ids share a part.
+// Divides the segments by table, the table with most ids first, and of tables with equally many ids the
+// largest: it has the most unique ids, so it would keep the other threads waiting if it were last. Tables
+// with few ids share a part.
 std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
   std::map<std::uint32_t, Part> tables;
   for (std::size_t s = 0; s < segments.size(); ++s) {
     Part& table = tables[segments[s].table];
     table.count += segments[s].count;
+    table.bound = segments[s].bound;
     table.ranges.push_back({s});
   }
   std::vector<Part> by_size;
@@ -252,8 +256,9 @@ std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
     for (Part::Range& range : table.ranges) range.is_alone = table.ranges.size() == 1;
     by_size.push_back(std::move(table));
   }
-  std::stable_sort(by_size.begin(), by_size.end(),
-                   [](const Part& a, const Part& b) { return a.count > b.count; });
+  std::stable_sort(by_size.begin(), by_size.end(), [](const Part& a, const Part& b) {
+    return std::pair(a.count, a.bound) > std::pair(b.count, b.bound);
+  });
   std::vector<Part> parts;
   for (Part& table : by_size) {
     if (parts.empty() || parts.back().count >= kLeastOfPart) parts.emplace_back();

@@ -71,11 +71,28 @@ DividedKeys LaneMap::Divide(const std::uint64_t* keys, std::int64_t n) const {
 }
 
 std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
+  const std::int64_t blocks = n < kParallelKeys ? 1 : NumThreads();
+  const std::int64_t length = std::max<std::int64_t>(1, (n + blocks - 1) / blocks);
+  // Of each block and lane, the number of slots, and then where the next one goes.
+  std::vector<std::vector<std::size_t>> next(static_cast<std::size_t>(blocks),
+                                             std::vector<std::size_t>(lanes()));
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    std::vector<std::size_t>& count = next[static_cast<std::size_t>(first / length)];
+    for (std::int64_t i = first; i < last; ++i) ++count[PlaceOf(slots[i]).lane];
+  });
   std::vector<PageVector<std::int32_t>> divided(lanes());
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
-    divided[place.lane].push_back(place.slot);
+  for (std::size_t lane = 0; lane < lanes(); ++lane) {
+    std::size_t at = 0;
+    for (std::vector<std::size_t>& of_block : next) at += std::exchange(of_block[lane], at);
+    divided[lane].resize(at);
   }
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    std::vector<std::size_t>& to = next[static_cast<std::size_t>(first / length)];
+    for (std::int64_t i = first; i < last; ++i) {
+      const Place place = PlaceOf(slots[i]);
+      divided[place.lane][to[place.lane]++] = place.slot;
+    }
+  });
   return divided;
 }
 

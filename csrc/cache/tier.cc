@@ -11,6 +11,7 @@
 namespace tierstore {
 namespace {
 constexpr std::int64_t kParallelRows = 1 << 12;
+constexpr std::int64_t kSlotsOfThread = 1 << 13;  // slots are in no order, and each costs a cache miss or two
 
 // Calls work(lane) for every lane, in threads of the pool where the lanes have many rows together.
 template <typename Work>
@@ -18,6 +19,14 @@ void ForLanes(std::size_t lanes, std::int64_t rows, const Work& work) {
   const auto count = static_cast<std::int64_t>(lanes);
   ParallelFor(0, count, rows < kParallelRows ? count : 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t lane = begin; lane < end; ++lane) work(static_cast<std::size_t>(lane));
+  });
+}
+
+// Calls work(i) for positions 0 .. n-1, in threads of the pool where there are many.
+template <typename Work>
+void ForSlots(std::int64_t n, const Work& work) {
+  ParallelFor(0, n, kSlotsOfThread, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) work(i);
   });
 }
 
@@ -261,10 +270,10 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   const std::vector<PageVector<std::int32_t>> parts = map_.DivideSlots(slots, n);
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
     const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Remove(own.data(), static_cast<std::int64_t>(own.size()));
-  }
+  });
 }
 
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
@@ -284,24 +293,38 @@ void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {
     lanes_[0]->MarkDirty(slots, n);
     return;
   }
-  for (std::int64_t i = 0; i < n; ++i) {
+  ForSlots(n, [&](std::int64_t i) {
     const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->MarkDirty(&place.slot, 1);
-  }
+  });
 }
 
 void Tier::MarkClean(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
+  ForSlots(n, [&](std::int64_t i) {
     const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->MarkClean(&place.slot, 1);
-  }
+  });
 }
 
 void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
+  ForSlots(n, [&](std::int64_t i) {
     const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->SetDirty(&place.slot, &dirty[i], 1);
-  }
+  });
+}
+
+void Tier::KeysOf(const std::int32_t* slots, std::int64_t n, std::uint64_t* keys) const {
+  ForSlots(n, [&](std::int64_t i) {
+    const LaneMap::Place place = map_.PlaceOf(slots[i]);
+    keys[i] = lanes_[place.lane]->key(place.slot);
+  });
+}
+
+void Tier::DirtyOf(const std::int32_t* slots, std::int64_t n, std::uint8_t* dirty) const {
+  ForSlots(n, [&](std::int64_t i) {
+    const LaneMap::Place place = map_.PlaceOf(slots[i]);
+    dirty[i] = lanes_[place.lane]->dirty()[place.slot] != 0;
+  });
 }
 
 PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
@@ -341,16 +364,6 @@ PageVector<std::int32_t> Tier::ResidentInTurns(bool only_dirty, std::int64_t fro
     if (lanes_[place.lane]->HasRow(place.slot, only_dirty)) slots.push_back(slot);
   }
   return slots;
-}
-
-std::uint64_t Tier::key(std::int32_t slot) const {
-  const LaneMap::Place place = map_.PlaceOf(slot);
-  return lanes_[place.lane]->key(place.slot);
-}
-
-bool Tier::dirty(std::int32_t slot) const {
-  const LaneMap::Place place = map_.PlaceOf(slot);
-  return lanes_[place.lane]->dirty()[place.slot] != 0;
 }
 
 std::vector<std::int64_t> Tier::TableRows() const {

@@ -68,8 +68,9 @@ class Tier {
   void MarkClean(const std::int32_t* slots, std::int64_t n);
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
   PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
-  std::uint64_t key(std::int32_t slot) const;
-  bool dirty(std::int32_t slot) const;
+  void KeysOf(const std::int32_t* slots, std::int64_t n, std::uint64_t* keys) const;
+  // Sets dirty[i] to 1 if the row at slots[i] is dirty, or to 0.
+  void DirtyOf(const std::int32_t* slots, std::int64_t n, std::uint8_t* dirty) const;
   std::int64_t capacity() const { return map_.capacity(); }
   std::vector<std::int64_t> TableRows() const;
   std::int64_t committed() const;
