@@ -3,6 +3,9 @@
 A hash of a row's key says in which lane the row is. Every lane has a policy of its own, so the number of
 lanes decides what is evicted; it depends on the number of slots alone, never on threads. Lanes have so many
 slots that hashing loses next to no hits. The native core says the same in ``csrc/cache/tier.h``.
+
+A cache that has room for all rows evicts none, so its lanes decide nothing, and a simulation needs none.
+There the row's id says in which lane the row is (``csrc/cache/lane_ids.h``).
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ void BindShare(py::module_& m) {
            py::arg("policy_hooks") = py::none(), py::arg("filter_state") = 0, py::arg("filter_admit") = 0);
 }
 
-// `share_of` is for lanes of several shares.
+// `share_of` is for lanes of several shares. Several lanes of a tier that grows divide rows by their ids.
 std::unique_ptr<Tier> MakeTier(const std::vector<std::vector<ShareConfig>>& lanes, bool grows,
                                std::int64_t overflow_slots, const std::vector<std::int32_t>& share_of,
                                const std::vector<std::pair<std::size_t, std::size_t>>& lanes_of) {
@@ -94,8 +94,11 @@ std::unique_ptr<Tier> MakeTier(const std::vector<std::vector<ShareConfig>>& lane
   for (const auto& [first, lanes_of_table] : lanes_of) config.lanes_of.push_back({first, lanes_of_table});
   for (const std::vector<ShareConfig>& shares : lanes) {
     const bool several = shares.size() > 1;
-    config.lanes.push_back({(overflow_slots + count - 1) / count, grows, shares,
-                            several ? share_of : std::vector<std::int32_t>(share_of.size(), 0)});
+    config.lanes.push_back({(overflow_slots + count - 1) / count,
+                            grows,
+                            shares,
+                            several ? share_of : std::vector<std::int32_t>(share_of.size(), 0),
+                            {}});
   }
   return std::make_unique<Tier>(config);
 }
@@ -190,8 +193,7 @@ void BindTier(py::module_& m) {
           "dirty_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
-            for (py::ssize_t i = 0; i < slots.size(); ++i)
-              out.mutable_data()[i] = tier.dirty(slots.data()[i]) ? 1 : 0;
+            tier.DirtyOf(slots.data(), slots.size(), out.mutable_data());
             return out;
           },
           py::arg("slots"))
@@ -199,7 +201,7 @@ void BindTier(py::module_& m) {
           "keys_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint64_t> out = Fresh<std::uint64_t>(slots.size());
-            for (py::ssize_t i = 0; i < slots.size(); ++i) out.mutable_data()[i] = tier.key(slots.data()[i]);
+            tier.KeysOf(slots.data(), slots.size(), out.mutable_data());
             return out;
           },
           py::arg("slots"))
@@ -291,13 +293,7 @@ void BindResidentLookups(py::module_& m) {
       .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
       .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
   py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
-      .def(py::init([](Tier& tier, std::size_t tables) {
-             TierLane* const lane = tier.only_lane();
-             Require(lane != nullptr,
-                     "a tier of several lanes has no resident lookups, since rows leave such a tier");
-             return std::make_unique<ResidentLookups>(lane, tables);
-           }),
-           py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
+      .def(py::init<Tier*, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
       .def("begin_plan", &ResidentLookups::BeginPlan, Unlocked(), "Add nothing until end_plan().")
       .def("end_plan", &ResidentLookups::EndPlan, Unlocked())
       .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")

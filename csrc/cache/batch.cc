@@ -1,6 +1,7 @@
 #include "cache/batch.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <map>
@@ -233,18 +234,20 @@ struct Part {
     bool is_alone = false;            // whether no other segment has ids of its table
     std::int64_t begin = 0, end = 0;  // its first occurrences among the part's keys
   };
-  std::int64_t count = 0;  // ids
+  std::int64_t count = 0, bound = 0;  // ids, and the rows of the table if it has one only
   std::vector<Range> ranges = {};
   BadId bad = {};
   PageVector<std::uint64_t> keys = {};
 };
 
-// Divides the segments by table, the table with most ids first. Tables with few ids share a part.
+// Divides the segments by table: the table with most ids first, and of equally many ids those of the largest
+// table, which has the most unique ones. Tables with few ids share a part.
 std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
   std::map<std::uint32_t, Part> tables;
   for (std::size_t s = 0; s < segments.size(); ++s) {
     Part& table = tables[segments[s].table];
     table.count += segments[s].count;
+    table.bound = segments[s].bound;
     table.ranges.push_back({s});
   }
   std::vector<Part> by_size;
@@ -252,8 +255,8 @@ std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
     for (Part::Range& range : table.ranges) range.is_alone = table.ranges.size() == 1;
     by_size.push_back(std::move(table));
   }
-  std::stable_sort(by_size.begin(), by_size.end(),
-                   [](const Part& a, const Part& b) { return a.count > b.count; });
+  std::ranges::stable_sort(by_size, std::greater(),
+                           [](const Part& a) { return std::pair(a.count, a.bound); });
   std::vector<Part> parts;
   for (Part& table : by_size) {
     if (parts.empty() || parts.back().count >= kLeastOfPart) parts.emplace_back();
@@ -261,10 +264,7 @@ std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
     part.count += table.count;
     part.ranges.insert(part.ranges.end(), table.ranges.begin(), table.ranges.end());
   }
-  for (Part& part : parts) {
-    std::sort(part.ranges.begin(), part.ranges.end(),
-              [](const Part::Range& a, const Part::Range& b) { return a.segment < b.segment; });
-  }
+  for (Part& part : parts) std::ranges::sort(part.ranges, {}, &Part::Range::segment);
   return parts;
 }
 

@@ -1,10 +1,12 @@
 #include "cache/lane_map.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "cache/lane_ids.h"
 #include "common/key.h"
 
 namespace tierstore {
@@ -12,8 +14,8 @@ namespace {
 constexpr std::size_t kMostLanes = std::size_t{std::numeric_limits<DividedKeys::PartNumber>::max()} + 1;
 }  // namespace
 
-LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of)
-    : slots_(slots), lanes_of_(std::move(lanes_of)) {
+LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of, bool by_id)
+    : slots_(slots), lanes_of_(std::move(lanes_of)), by_id_(by_id) {
   if (slots_.empty() || slots_.size() > kMostLanes)
     throw std::invalid_argument("a tier must have between 1 and 65,536 lanes");
   for (const std::int64_t own : slots_) {
@@ -24,9 +26,15 @@ LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> 
     if (lanes.count == 0 || lanes.first + lanes.count > slots_.size())
       throw std::invalid_argument("a table's lanes do not exist");
   }
+  if (!by_id_) return;
+  bits_ = std::countr_zero(lanes());
+  if (lanes() > LaneIds::kMostLanes || !std::has_single_bit(lanes()) ||
+      std::any_of(slots_.begin(), slots_.end(), [&](std::int64_t own) { return own != slots_[0]; }))
+    throw std::invalid_argument("lanes by id must be 1, 2, 4, 8 or 16, with equally many slots");
 }
 
 std::size_t LaneMap::LaneOf(std::uint64_t key) const {
+  if (by_id_) return LaneIds::LaneOf(key, bits_);
   const std::uint32_t table = KeyTable(key);
   const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
   if (range.count == 1) return range.first;
@@ -34,6 +42,7 @@ std::size_t LaneMap::LaneOf(std::uint64_t key) const {
 }
 
 LaneMap::Place LaneMap::PlaceOf(std::int32_t slot) const {
+  if (by_id_) return {static_cast<std::size_t>(slot) & (lanes() - 1), slot >> bits_};
   if (slot < capacity_) {
     const auto lane =
         static_cast<std::size_t>(std::upper_bound(begin_.begin(), begin_.end(), slot) - begin_.begin()) - 1;
@@ -45,8 +54,9 @@ LaneMap::Place LaneMap::PlaceOf(std::int32_t slot) const {
 }
 
 std::int32_t LaneMap::SlotOf(std::size_t lane, std::int32_t slot) const {
-  const std::int64_t own = slots_[lane];
   if (slot < 0) return slot;
+  if (by_id_) return static_cast<std::int32_t>(slot << bits_ | static_cast<std::int32_t>(lane));
+  const std::int64_t own = slots_[lane];
   if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
   return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes()) +
                                    static_cast<std::int64_t>(lane));
@@ -61,11 +71,28 @@ DividedKeys LaneMap::Divide(const std::uint64_t* keys, std::int64_t n) const {
 }
 
 std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
+  const std::int64_t blocks = n < kParallelKeys ? 1 : NumThreads();
+  const std::int64_t length = std::max<std::int64_t>(1, (n + blocks - 1) / blocks);
+  // Of each block and lane, the number of slots, and then where the next one goes.
+  std::vector<std::vector<std::size_t>> next(static_cast<std::size_t>(blocks),
+                                             std::vector<std::size_t>(lanes()));
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    std::vector<std::size_t>& count = next[static_cast<std::size_t>(first / length)];
+    for (std::int64_t i = first; i < last; ++i) ++count[PlaceOf(slots[i]).lane];
+  });
   std::vector<PageVector<std::int32_t>> divided(lanes());
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
-    divided[place.lane].push_back(place.slot);
+  for (std::size_t lane = 0; lane < lanes(); ++lane) {
+    std::size_t at = 0;
+    for (std::vector<std::size_t>& of_block : next) at += std::exchange(of_block[lane], at);
+    divided[lane].resize(at);
   }
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    std::vector<std::size_t>& to = next[static_cast<std::size_t>(first / length)];
+    for (std::int64_t i = first; i < last; ++i) {
+      const Place place = PlaceOf(slots[i]);
+      divided[place.lane][to[place.lane]++] = place.slot;
+    }
+  });
   return divided;
 }
 

@@ -1,7 +1,9 @@
 // Says which lane of a memory tier has a row, and how the slots of lanes are numbered in the tier.
 //
-// Slots 0 .. capacity-1 of the tier are the lanes' own slots, one lane after the other. Overflow slots come
-// behind them; the lanes have these slots in turns.
+// Lanes divide rows by a hash of the key, or by the id (cache/lane_ids.h). By a hash: slots 0 .. capacity-1
+// of the tier are the lanes' own slots, one lane after the other. Overflow slots come behind them; the lanes
+// have these slots in turns. By the id: the lanes have all slots in turns, so that the slots that are used
+// first are the tier's first slots.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +27,14 @@ class LaneMap {
   };
 
   // `slots` are the own slots of each lane, `lanes_of` the lanes of each table. All lanes divide the rows of
-  // tables that `lanes_of` does not have.
-  LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of);
+  // tables that `lanes_of` does not have, and of all tables if they do so `by_id`.
+  LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of, bool by_id);
 
   std::size_t lanes() const { return slots_.size(); }
   // Returns the own slots of all lanes.
   std::int64_t capacity() const { return capacity_; }
+  bool by_id() const { return by_id_; }
+  // Returns the first of a lane's own slots, where rows are divided by a hash.
   std::int64_t first_slot(std::size_t lane) const { return begin_[lane]; }
 
   std::size_t LaneOf(std::uint64_t key) const;
@@ -48,6 +52,8 @@ class LaneMap {
   std::vector<std::int64_t> begin_;  // the first slot of each lane
   std::int64_t capacity_ = 0;
   std::vector<LaneRange> lanes_of_;
+  bool by_id_;
+  int bits_ = 0;  // where rows are divided by their ids: of the number of a lane
 };
 
 }  // namespace tierstore

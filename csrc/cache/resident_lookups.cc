@@ -11,7 +11,7 @@ namespace tierstore {
 namespace {
 constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
-constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time
+constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time in a tier of one lane
 
 // Returns the rows at `slots`, with the positions that use each row.
 std::shared_ptr<ResidentRows> RowsAt(PageVector<std::int32_t>&& slots, std::shared_ptr<Batch> batch) {
@@ -33,14 +33,16 @@ void ResidentLookups::Set(bool* flag, bool value) {
   *flag = value;
 }
 
-// Stops at the first rows that are missing, since the plan for them will look up every row.
+// Stops at the first rows that are missing, since the plan for them will look up every row. Several lanes
+// look up all rows side by side.
 bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* slots, bool may_miss) const {
   const auto n = static_cast<std::int64_t>(batch.unique.size());
   slots->resize(batch.unique.size());
   const std::shared_lock lock(showing_);
   if (hidden_) return false;
-  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
-    const std::int64_t count = std::min(kBlock, n - begin);
+  const std::int64_t block = lane_ == nullptr ? std::max(n, kBlock) : kBlock;
+  for (std::int64_t begin = 0; begin < n; begin += block) {
+    const std::int64_t count = std::min(block, n - begin);
     std::int32_t* const found = slots->data() + begin;
     tier_.Find(batch.unique.data() + begin, count, found);
     // Rows at overflow slots will leave.
@@ -78,19 +80,19 @@ std::shared_ptr<ResidentRows> ResidentLookups::Read(std::shared_ptr<Batch> batch
 bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, LanePlan* plan) {
   const std::uint64_t* const keys = batch.unique.data();
   const std::unique_lock lock(showing_);
-  if (hidden_ || planning_ || tier_.overflow_in_use() > 0) return false;
-  tier_.Begin(keys, static_cast<std::int64_t>(batch.unique.size()), 0, false, plan);
+  if (lane_ == nullptr || hidden_ || planning_ || lane_->overflow_in_use() > 0) return false;
+  lane_->Begin(keys, static_cast<std::int64_t>(batch.unique.size()), 0, false, plan);
   if (plan->needed + plan->refused > 0) {
-    tier_.Abort(plan);
+    lane_->Abort(plan);
     return false;
   }
   try {
-    rows.Commit(tier_.Prepare(false, *plan));
+    rows.Commit(lane_->Prepare(false, *plan));
   } catch (const AddressSpaceError&) {
-    tier_.Abort(plan);
+    lane_->Abort(plan);
     return false;
   }
-  tier_.Assign(keys, false, plan);
+  lane_->Assign(keys, false, plan);
   PageVector<std::int32_t> slots;
   PageVector<std::uint64_t> added;
   for (const std::int32_t row : plan->absent) {
@@ -100,7 +102,7 @@ bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, LanePlan
   try {
     rows.Fill(slots, added);
   } catch (...) {
-    tier_.Remove(slots.data(), static_cast<std::int64_t>(slots.size()));
+    lane_->Remove(slots.data(), static_cast<std::int64_t>(slots.size()));
     throw;
   }
   return true;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cache/batch.h"
-#include "cache/tier_lane.h"
+#include "cache/tier.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
@@ -48,8 +48,8 @@ class ResidentLookups {
   };
 
   // The tier must have no share with a policy, and must outlive the object. `tables` is the number of tables.
-  ResidentLookups(TierLane* tier, std::size_t tables)
-      : tier_(*tier), tables_(tables), counted_(NothingCounted()) {}
+  ResidentLookups(Tier* tier, std::size_t tables)
+      : tier_(*tier), lane_(tier->only_lane()), tables_(tables), counted_(NothingCounted()) {}
 
   // A plan is under way between BeginPlan and EndPlan, one plan at a time. The plan adds rows between Hide
   // and Show only, and in between Find finds nothing. Add adds nothing during the whole plan, since the plan
@@ -61,8 +61,9 @@ class ResidentLookups {
 
   // Finds the rows of a batch. Returns null where a row is missing, or rows are hidden.
   std::shared_ptr<ResidentRows> Find(std::shared_ptr<Batch> batch);
-  // Adds the missing rows and finds all rows. Returns null, with nothing changed, during a plan and where the
-  // memory for more rows is refused: a plan then tells the user why. Hold the tier's lock.
+  // Adds the missing rows and finds all rows. Returns null, with nothing changed, in a tier of several lanes,
+  // during a plan, and where the memory for more rows is refused: a plan then tells the user why. Hold the
+  // tier's lock.
   std::shared_ptr<ResidentRows> Add(std::shared_ptr<Batch> batch, const NewRows& rows);
   // Finds the slots of rows that are read outside of training, without positions. Returns null where Find
   // does, but rows may be missing if `may_miss`.
@@ -85,7 +86,8 @@ class ResidentLookups {
     return nothing;
   }
 
-  TierLane& tier_;
+  Tier& tier_;
+  TierLane* const lane_;  // the tier's only one; null where the tier has several
   const std::size_t tables_;
   mutable std::shared_mutex showing_;  // guards the flags, and the tier's index against Hide and Add
   bool planning_ = false;

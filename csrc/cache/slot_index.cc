@@ -20,10 +20,11 @@ std::size_t EntriesFor(std::int64_t rows) {
 }  // namespace
 
 SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
-                     const std::vector<bool>& stays)
+                     const std::vector<bool>& stays, LaneIds ids)
     : keys_(keys),
       stride_(static_cast<std::uint64_t>(stride)),
       capacity_(capacity),
+      ids_(ids),
       entries_(EntriesFor(capacity), kEmpty) {
   for (const bool table_stays : stays) tables_.push_back({table_stays});
 }
@@ -130,7 +131,7 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
       }
       if (table != nullptr) {
         ++table->in_entries;
-        table->ids = std::max(table->ids, KeyId(key) + 1);
+        table->ids = std::max(table->ids, ids_.NumberOf(key) + 1);
       }
       if (static_cast<std::uint64_t>(++in_entries_) * 2 > entries_.size() + 4) Grow();
       Place(std::uint64_t{tags[i]} << 32 | slot);
@@ -177,7 +178,7 @@ void SlotIndex::MoveEntries(Table* table) {
   for (std::uint64_t id = 0; id < table->ids; ++id) {
     std::int32_t* const place = table->slots.data() + id;
     if (*place >= 0) continue;
-    const std::uint64_t key = MakeKey(number, id);
+    const std::uint64_t key = ids_.KeyOf(number, id);
     FindEntries(&key, 1, place);
     if (*place >= 0) EraseAt(PlaceOf(*place));
   }

@@ -3,13 +3,15 @@
 //
 // A table whose rows never leave may be kept directly instead: the table gets an array of slots by id, as
 // soon as so many of its ids are here that the array is no larger than their entries. A lookup then reads 4
-// bytes at one place instead of 24 bytes of entries and keys at two places.
+// bytes at one place instead of 24 bytes of entries and keys at two places. In a lane that has some of the
+// ids only, the array is by the lane's number of an id (cache/lane_ids.h).
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "cache/lane_ids.h"
 #include "cache/probing.h"
 #include "cache/reserved_memory.h"
 #include "common/key.h"
@@ -17,7 +19,8 @@
 
 namespace tierstore {
 
-// A SlotArray has slots by id, -1 at first. Large arrays lie in reserved memory, for its huge pages.
+// A SlotArray has slots by the number of an id, -1 at first. Large arrays lie in reserved memory, for its
+// huge pages.
 class SlotArray {
  public:
   SlotArray() = default;
@@ -44,9 +47,9 @@ class SlotIndex {
  public:
   // The key of a slot is keys[slot * stride]. The keys belong to the caller, outlive the index and do not
   // move. `stays` says of each table whether its rows never leave; rows of tables that `stays` does not have
-  // may leave.
+  // may leave. `ids` are those of the keys.
   SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
-            const std::vector<bool>& stays = {});
+            const std::vector<bool>& stays = {}, LaneIds ids = {});
 
   static constexpr double kBytesPerSlot = 8.0 * 2;
 
@@ -70,16 +73,17 @@ class SlotIndex {
     bool stays;
     std::int64_t in_entries = 0;  // rows that have entries
     std::int64_t direct = 0;      // rows that `slots` has
-    std::uint64_t ids = 0;        // the largest id that had an entry, and one
-    SlotArray slots = {};         // of the first ids, -1: not here; other ids have entries
+    std::uint64_t ids = 0;        // the largest number of an id that had an entry, and one
+    SlotArray slots = {};         // of the first numbers, -1: not here; other ids have entries
   };
 
   static std::uint32_t Tag(std::uint64_t key);
   // Returns the place of the key's slot if the key is kept directly, else null.
   std::int32_t* Direct(std::uint64_t key) const {
     const std::uint32_t table = KeyTable(key);
-    if (table >= tables_.size() || KeyId(key) >= tables_[table].slots.size()) return nullptr;
-    return tables_[table].slots.data() + KeyId(key);
+    const std::uint64_t number = ids_.NumberOf(key);
+    if (table >= tables_.size() || number >= tables_[table].slots.size()) return nullptr;
+    return tables_[table].slots.data() + number;
   }
   Table* StayingTable(std::uint64_t key) {
     const std::uint32_t table = KeyTable(key);
@@ -105,6 +109,7 @@ class SlotIndex {
   const std::uint64_t* keys_;
   std::uint64_t stride_;
   std::int64_t capacity_;
+  LaneIds ids_;
   OwnArray<std::uint64_t> entries_;
   std::int64_t in_entries_ = 0;
   std::vector<Table> tables_;

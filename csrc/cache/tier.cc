@@ -47,10 +47,19 @@ std::vector<std::int64_t> OwnSlots(const std::vector<std::unique_ptr<TierLane>>&
   return slots;
 }
 
+bool Grows(const std::vector<LaneConfig>& lanes) {
+  const auto grows = [](const LaneConfig& lane) { return lane.grows; };
+  if (!std::any_of(lanes.begin(), lanes.end(), grows)) return false;
+  if (!std::all_of(lanes.begin(), lanes.end(), grows) || lanes.size() > LaneIds::kMostLanes)
+    throw std::invalid_argument("all lanes of a tier grow, and these are 16 at most, or no lane grows");
+  return true;
+}
+
 std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& configs) {
   std::vector<std::unique_ptr<TierLane>> lanes;
-  for (const LaneConfig& lane : configs) {
-    if (lane.grows && configs.size() > 1) throw std::invalid_argument("a tier that grows has one lane only");
+  const bool by_id = Grows(configs);
+  for (LaneConfig lane : configs) {
+    if (by_id) lane.ids = LaneIds::Of(lanes.size(), configs.size());
     lanes.push_back(std::make_unique<TierLane>(lane));
   }
   return lanes;
@@ -58,7 +67,8 @@ std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& conf
 
 }  // namespace
 
-Tier::Tier(const TierConfig& config) : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of) {}
+Tier::Tier(const TierConfig& config)
+    : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of, Grows(config.lanes)) {}
 
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
                  bool absent, Plan* plan) {
@@ -251,10 +261,10 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   const std::vector<PageVector<std::int32_t>> parts = map_.DivideSlots(slots, n);
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
     const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Remove(own.data(), static_cast<std::int64_t>(own.size()));
-  }
+  });
 }
 
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
@@ -269,67 +279,6 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
   return std::move(absent[0]);
 }
 
-void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {
-  if (lanes_.size() == 1) {
-    lanes_[0]->MarkDirty(slots, n);
-    return;
-  }
-  for (std::int64_t i = 0; i < n; ++i) {
-    const LaneMap::Place place = map_.PlaceOf(slots[i]);
-    lanes_[place.lane]->MarkDirty(&place.slot, 1);
-  }
-}
-
-void Tier::MarkClean(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    const LaneMap::Place place = map_.PlaceOf(slots[i]);
-    lanes_[place.lane]->MarkClean(&place.slot, 1);
-  }
-}
-
-void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    const LaneMap::Place place = map_.PlaceOf(slots[i]);
-    lanes_[place.lane]->SetDirty(&place.slot, &dirty[i], 1);
-  }
-}
-
-PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
-  if (lanes_.size() == 1) return lanes_[0]->ResidentSlots(only_dirty, from, limit);
-  PageVector<std::int32_t> slots;
-  const auto room = [&] { return limit - static_cast<std::int64_t>(slots.size()); };
-  for (std::size_t lane = 0; lane < lanes_.size() && room() > 0; ++lane) {
-    const std::int64_t own = lanes_[lane]->capacity();
-    if (from >= map_.first_slot(lane) + own) continue;
-    const std::int64_t begin = std::max<std::int64_t>(0, from - map_.first_slot(lane));
-    for (const std::int32_t slot : lanes_[lane]->ResidentSlots(only_dirty, begin, room())) {
-      if (slot < own) slots.push_back(map_.SlotOf(lane, slot));
-    }
-  }
-  if (room() <= 0) return slots;
-  PageVector<std::int32_t> overflow;
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const TierLane& own = *lanes_[lane];
-    for (const std::int32_t slot : own.ResidentSlots(only_dirty, own.capacity(), own.overflow_in_use()))
-      overflow.push_back(map_.SlotOf(lane, slot));
-  }
-  std::sort(overflow.begin(), overflow.end());
-  for (const std::int32_t slot : overflow) {
-    if (slot >= from && room() > 0) slots.push_back(slot);
-  }
-  return slots;
-}
-
-std::uint64_t Tier::key(std::int32_t slot) const {
-  const LaneMap::Place place = map_.PlaceOf(slot);
-  return lanes_[place.lane]->key(place.slot);
-}
-
-bool Tier::dirty(std::int32_t slot) const {
-  const LaneMap::Place place = map_.PlaceOf(slot);
-  return lanes_[place.lane]->dirty()[place.slot] != 0;
-}
-
 std::vector<std::int64_t> Tier::TableRows() const {
   std::vector<std::int64_t> rows = lanes_[0]->TableRows();
   for (std::size_t lane = 1; lane < lanes_.size(); ++lane) {
@@ -341,6 +290,11 @@ std::vector<std::int64_t> Tier::TableRows() const {
 
 std::int64_t Tier::committed() const {
   if (lanes_.size() == 1) return lanes_[0]->committed();
+  if (map_.by_id()) {
+    std::int64_t most = 0;
+    for (const auto& lane : lanes_) most = std::max(most, lane->committed());
+    return most * static_cast<std::int64_t>(lanes_.size());
+  }
   std::int64_t overflow = 0;
   for (const auto& lane : lanes_) overflow = std::max(overflow, lane->committed() - lane->capacity());
   return map_.capacity() + overflow * static_cast<std::int64_t>(lanes_.size());

@@ -1,5 +1,7 @@
 // A memory tier has lanes of slots that plan side by side (cache/tier_lane.h). A hash of a row's key says in
-// which lane the row is, so no lane needs to know of another, and the threads of the pool take a lane each.
+// which lane the row is, so no lane needs to know of another, and the threads of the pool take a lane each. A
+// tier that grows never evicts, and a hash might give a lane more rows than it has slots: there the row's id
+// says in which lane the row is.
 //
 // What a plan decides depends on the number of lanes, which the caller chooses, and never on the threads.
 // cache_policies/lanes.py divides rows in the same way for the simulator.
@@ -16,7 +18,7 @@
 namespace tierstore {
 
 struct TierConfig {
-  std::vector<LaneConfig> lanes;    // at least one lane
+  std::vector<LaneConfig> lanes;    // at least one lane; the tier sets their `ids`
   std::vector<LaneRange> lanes_of;  // the lanes of each table; all lanes divide the rows of further tables
 };
 
@@ -66,8 +68,9 @@ class Tier {
   void MarkClean(const std::int32_t* slots, std::int64_t n);
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
   PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
-  std::uint64_t key(std::int32_t slot) const;
-  bool dirty(std::int32_t slot) const;
+  void KeysOf(const std::int32_t* slots, std::int64_t n, std::uint64_t* keys) const;
+  // Sets dirty[i] to 1 if the row at slots[i] is dirty, or to 0.
+  void DirtyOf(const std::int32_t* slots, std::int64_t n, std::uint8_t* dirty) const;
   std::int64_t capacity() const { return map_.capacity(); }
   std::vector<std::int64_t> TableRows() const;
   std::int64_t committed() const;
@@ -82,6 +85,7 @@ class Tier {
 
  private:
   Moves MovesOf(std::vector<Moves> lanes) const;
+  PageVector<std::int32_t> ResidentInTurns(bool only_dirty, std::int64_t from, std::int64_t limit) const;
   void MergeBegin(std::int64_t n, Plan* plan) const;
   void MergeVictims(Plan* plan) const;
 

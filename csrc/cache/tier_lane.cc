@@ -8,7 +8,8 @@
 
 namespace tierstore {
 namespace {
-// Memory is made accessible in steps of this many slots; pages cost nothing before they are written.
+// Memory is made accessible in steps of this many slots of all lanes that grow; pages cost nothing before
+// they are written.
 constexpr std::int64_t kGrowthStep = 4096;
 // Slots are in no order, so the data of this many slots is prefetched.
 constexpr std::int64_t kBlock = 128;
@@ -43,7 +44,7 @@ TierLane::TierLane(const LaneConfig& config)
       dirty_(limit_),
       resident_(limit_),
       index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_,
-             StayingTables()) {
+             StayingTables(), config.ids) {
   if (capacity_ < 1) throw std::invalid_argument("a tier needs at least one slot");
   if (!config.grows) CommitSlots(capacity_);
 }
@@ -83,7 +84,7 @@ void TierLane::Tell(PolicyHooks::Use hook, const Share& share, const Uses& uses,
 
 void TierLane::CommitSlots(std::int64_t slots) {
   if (slots <= committed_) return;
-  const auto size = std::min(static_cast<std::size_t>(slots + kGrowthStep), limit_);
+  const auto size = std::min(static_cast<std::size_t>(slots + (kGrowthStep >> config_.ids.bits)), limit_);
   row_.Commit(size);
   last_use_.Commit(size);
   dirty_.Commit(size);
@@ -358,9 +359,8 @@ PageVector<std::int32_t> TierLane::ResidentSlots(bool only_dirty, std::int64_t f
   const auto collect = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = std::max(begin, from); slot < end; ++slot) {
       if (static_cast<std::int64_t>(slots.size()) == limit) return;
-      if (resident_[static_cast<std::size_t>(slot)] == kRow && (dirty_[slot] || !only_dirty)) {
+      if (HasRow(static_cast<std::int32_t>(slot), only_dirty))
         slots.push_back(static_cast<std::int32_t>(slot));
-      }
     }
   };
   for (const Share& share : shares_) collect(share.begin, share.begin + share.fresh);

@@ -21,6 +21,7 @@
 #include <memory>
 #include <vector>
 
+#include "cache/lane_ids.h"
 #include "cache/policy.h"
 #include "cache/reserved_memory.h"
 #include "cache/slot_index.h"
@@ -40,6 +41,7 @@ struct LaneConfig {
   bool grows = false;                  // memory is taken as slots are first used, not at once
   std::vector<ShareConfig> shares;     // at least one share; a tier that grows has one only
   std::vector<std::int32_t> share_of;  // the share of each table; further tables belong to share 0
+  LaneIds ids = {};                    // of its rows
 };
 
 // More rows are in use at once than a tier has slots, its overflow slots included.
@@ -134,6 +136,11 @@ class TierLane {
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
   // Returns at most `limit` slots that have rows, from slot `from` on, in increasing order.
   PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
+
+  // Returns whether a slot, which may be of any number, has a row.
+  bool HasRow(std::int32_t slot, bool only_dirty) const {
+    return slot < committed_ && resident_[slot] == kRow && (dirty_[slot] != 0 || !only_dirty);
+  }
 
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }

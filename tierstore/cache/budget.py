@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from cache_policies.lanes import lane_slots
 from tierstore.cache.device import HOST, Device
 from tierstore.cache.machine import check_lockable
 from tierstore.cache.tiers.shares import OwnShare, TierPlan
@@ -39,13 +40,14 @@ enough slots, and the policy knows better than sizes do which rows deserve a slo
 @dataclass(frozen=True)
 class TableDemand:
     """Rows of a table. ``own``: bytes of the tier for it alone. ``share``: its weight where the other bytes
-    are divided (None: its bytes)."""
+    are divided (None: its bytes). ``is_whole``: its ids are 0 .. rows - 1, and not those of a shard."""
 
     index: int
     name: str
     rows: int
     own: int | None = None
     share: int | None = None
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,24 @@ def _divide_shared(
     return divided
 
 
+def _by_id(
+    plan: TierPlan, demand: GroupDemand, most: int | None, policy: AnyPolicy, admission: AnyAdmission
+) -> TierPlan:
+    """Return the plan of a tier that grows to all rows with lanes, where it has many. Its lanes take some
+    slots more than there are rows, and ``most`` at most; None: as many as have room where the policy's arrays
+    would be, of a budget for all rows."""
+    if not plan.holds_all or plan.own or plan.slots < demand.rows or not demand.tables:
+        return plan
+    lanes = len(lane_slots(demand.rows))
+    if lanes == 1 or not all(table.is_whole for table in demand.tables):
+        return plan
+    if most is None:
+        most = slots_for(_max_bytes(demand, policy, admission), demand.row_bytes, None)
+    # Of a table's first ids every lane has as many, or one more or less (csrc/cache/lane_ids.h).
+    slots = lanes * sum(-(-table.rows // lanes) for table in demand.tables)
+    return plan if slots > most else replace(plan, slots=slots, lanes_by_id=lanes)
+
+
 def fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]) -> list[int]:
     """Return shares in proportion to ``weight`` within [minimum, maximum]; what a capped group cannot use
     goes to the groups that are not capped."""
@@ -223,20 +243,24 @@ def fast_tiers(
     config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy, device: Device = HOST
 ) -> list[TierPlan]:
     """Return the ``hbm`` tiers, whose rows are on ``device``. With ``hbm="all"`` each may grow to all its
-    rows, or to what the device's memory holds.
+    rows, or to what the device's memory holds. In this machine's memory a tier that holds all rows has no
+    lanes by id, since there a lookup is one native call on one lane (``csrc/cache/resident_lookups.h``).
 
     Raises ``ConfigError`` if a GPU has no room for the rows now.
     """
+    maximum: list[int] | list[None] = [None] * len(demands)
     if config.keeps_all:
         memory = device.memory()[1]
         maximum = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
         plans = [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, maximum, strict=True)]
     else:
-        assert isinstance(config.hbm, int)
-        plans = divide(config.hbm, demands, policy, "hbm", config.admission)
+        plans = divide(int(config.hbm), demands, policy, "hbm", config.admission)
+    if device is not HOST:
+        each = zip(plans, demands, maximum, strict=True)
+        plans = [_by_id(plan, demand, most, policy, config.admission) for plan, demand, most in each]
+    if config.on_gpu and not config.keeps_all and not config.overcommit:
         rows = sum(d.row_bytes * plan.capacity for d, plan in zip(demands, plans, strict=True))
-        if config.on_gpu and not config.overcommit:
-            _check_gpu(device, config.hbm, rows)
+        _check_gpu(device, int(config.hbm), rows)
     return [replace(plan, device=device) for plan in plans]
 
 
@@ -286,6 +310,7 @@ def host_tiers(
         for demand, plan in zip(demands, fast, strict=True)
     ]
     plans = divide(int(config.uvm), rest, policy, "uvm")
+    plans = [_by_id(plan, demand, None, policy, "always") for plan, demand in zip(plans, rest, strict=True)]
     if config.on_gpu and not config.overcommit:
         rows = sum(d.row_bytes * p.capacity for d, p in zip(rest, plans, strict=True))
         check_lockable(int(config.uvm), rows)

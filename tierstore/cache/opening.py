@@ -142,7 +142,8 @@ class GroupOpening:
             override = self._config.table(origin)
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
-            tables.append(TableDemand(index, table.name, table.max_rows, own, share))
+            is_whole = table.max_rows == table.num_embeddings
+            tables.append(TableDemand(index, table.name, table.max_rows, own, share, is_whole))
         return GroupDemand(name, self._row_bytes(name, tier), tuple(tables))
 
     def _row_bytes(self, name: str, tier: str) -> int:

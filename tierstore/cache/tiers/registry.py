@@ -59,11 +59,16 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
     is_first = not request.above
     admission = request.config.admission if is_first and plan.evicts else None
     codecs = request.codecs
-    below = request.store is not None
-    plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"), has_lanes=below)
-    plan = replace(plan, weights=request.weights)
+    plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"), weights=request.weights)
+    plan = replace(plan, has_lanes=_has_room_below(name, request))
     size = request.row_bytes_of(name)
     return MemoryTier(name, plan, size, request.policy, request.tables, admission)
+
+
+def _has_room_below(name: str, request: TierRequest) -> bool:
+    """Return whether lower tiers take every row that leaves a tier."""
+    lower = request.slots["uvm"] if name == "hbm" else None
+    return request.store is not None or (lower is not None and not lower.evicts)
 
 
 def store_tier(request: TierRequest, reads: type[ReadAhead] = ReadAhead) -> Tier | None:

@@ -39,8 +39,10 @@ class TierPlan:
     leaving: Codec | None = None
     """The form of rows that leave, where it is not ``codec``."""
     has_lanes: bool = True
-    """Whether many slots are divided into lanes. Where rows cannot leave, a lane would be full before all
-    lanes are."""
+    """Whether many slots of rows that leave are divided into lanes. Where rows may find no room in lower
+    tiers, a lane would be full before all lanes are."""
+    lanes_by_id: int = 1
+    """The lanes of a tier that holds all rows, which are divided by their ids; each has as many slots."""
 
     @property
     def capacity(self) -> int:
@@ -84,7 +86,7 @@ class Share:
 
 class Lanes:
     """The lanes of a tier, each a list of shares. A share of many slots has lanes of its own; all other
-    shares are in one lane."""
+    shares are in one lane. Rows of a tier that grows are in its lanes by id."""
 
     def __init__(self, plan: TierPlan, policy: Policy, admission: AnyAdmission, tables: int) -> None:
         self.lanes: list[list[Share]] = []
@@ -98,6 +100,8 @@ class Lanes:
         for members, slots, holds_all in parts:
             chosen = None if holds_all else policy
             sizes = lanes_of(slots, chosen) if plan.has_lanes else [slots]
+            if plan.lanes_by_id > 1:
+                sizes = [slots // plan.lanes_by_id] * plan.lanes_by_id
             if len(self.lanes) + len(sizes) > lanes.MOST_LANES_IN_TIER:
                 sizes = [slots]
             own = [Share(n, chosen, admission) for n in sizes]
