@@ -29,7 +29,7 @@ TIERSTORE_DEVICE int64_t OutputOf(const BagsArgs& bags, int64_t feature, int64_t
 TIERSTORE_DEVICE const float* RowOf(const GatherArgs& gather, int64_t position) {
   const int32_t u = Load(gather.inverse + position);
   if (u < 0) return nullptr;
-  return gather.rows.base + static_cast<int64_t>(Load(gather.slots + u)) * gather.rows.row_floats;
+  return gather.rows.weights + static_cast<int64_t>(Load(gather.slots + u)) * gather.rows.weight_floats;
 }
 
 TIERSTORE_DEVICE int64_t CountUsed(const int32_t* inverse, int64_t first, int64_t last) {

@@ -42,8 +42,8 @@ TIERSTORE_DEVICE void ClipGradient(const StepArgs& s, typename G::Columns& g) {
   }
 }
 
-// The step of a group's row, which is at `row`. Where `updates` is false, nothing is read or written, but all
-// threads of the warp must make the calls all the same, since sums over columns need them.
+// The step of a group's row, whose state is at `state`. Where `updates` is false, nothing is read or written,
+// but all threads of the warp must make the calls all the same, since sums over columns need them.
 template <int kDim, int kVec, int kKind, int kType>
 struct OptimizerOf {
   using G = Group<kDim, kVec>;
@@ -51,7 +51,7 @@ struct OptimizerOf {
   using Columns = typename G::Columns;
 
   const StepArgs& s;
-  float* row;
+  float* state;
   bool updates;
 
   // Decays the weights for the updates that the row was not part of.
@@ -112,14 +112,14 @@ struct OptimizerOf {
 
   // A float of the row's state, by its place there. No other thread reads it, since the first one writes it.
   TIERSTORE_DEVICE float RowState(int at) const {
-    return G::FromFirst(updates && G::lane() == 0 ? Load(row + Row::kState + at) : 0.0f);
+    return G::FromFirst(updates && G::lane() == 0 ? Load(state + at) : 0.0f);
   }
   TIERSTORE_DEVICE void SetRowState(int at, float value) const {
-    if (updates && G::lane() == 0) Store(row + Row::kState + at, value);
+    if (updates && G::lane() == 0) Store(state + at, value);
   }
-  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? Row::State(row, at) : Columns{}; }
-  TIERSTORE_DEVICE void WriteState(int at, const Columns& state) const {
-    if (updates) Row::SetState(row, at, state);
+  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? Row::State(state + at) : Columns{}; }
+  TIERSTORE_DEVICE void WriteState(int at, const Columns& columns) const {
+    if (updates) Row::SetState(state + at, columns);
   }
 
   TIERSTORE_DEVICE void Adagrad(const Columns& g, Columns& weight) const {

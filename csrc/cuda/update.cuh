@@ -90,13 +90,14 @@ struct Update {
 
   // Updates the row of unique row u; nothing where `inside` is false. All threads of the warp must call it.
   static TIERSTORE_DEVICE void Apply(const UpdateArgs& a, int64_t u, bool inside, Columns g) {
-    float* const row =
-        inside ? a.rows.base + static_cast<int64_t>(Load(a.slots + u)) * a.rows.row_floats : nullptr;
+    const int64_t slot = inside ? Load(a.slots + u) : 0;
+    float* const row = a.rows.weights + slot * a.rows.weight_floats;
     const bool wants_check = a.check_finite != 0 || a.squares != nullptr;
     bool bad = wants_check && G::Any(HasBadColumn(g));
     const float mean = inside && a.means != nullptr ? Load(a.means + u) : 0.0f;
     bad = bad || (a.check_finite != 0 && mean != mean);
-    const OptimizerOf<kDim, kVec, kKind, kType> step{a.step, row, inside && !bad};
+    const OptimizerOf<kDim, kVec, kKind, kType> step{a.step, a.rows.state + slot * a.rows.state_floats,
+                                                     inside && !bad};
     Columns weight = {};
     if (inside) weight = Row::Weights(row);
     if (a.squares == nullptr) step.DecayMissed(weight);

@@ -9,7 +9,7 @@ namespace tierstore::cuda {
 
 enum WeightType : int { kFloat32 = 0, kBfloat16 = 1, kHalf = 2 };  // kernels/rows.h
 
-// Where the state of a row begins, in floats.
+// Where the state of a row begins that has it behind its weights, in floats.
 TIERSTORE_DEVICE constexpr int64_t StateBegin(int type, int64_t dim) {
   return type == kFloat32 ? dim : (dim + 1) / 2;
 }
@@ -142,12 +142,10 @@ struct TypedRow {
     }
   }
 
-  // State with a float per column, `at` floats behind the first one.
-  static TIERSTORE_DEVICE Columns State(const float* row, int at) {
-    return G::template Read<kStateWord>(row + kState + at);
-  }
-  static TIERSTORE_DEVICE void SetState(float* row, int at, const Columns& state) {
-    G::template Write<kStateWord>(row + kState + at, state);
+  // What the state of a row has for each column, from `at` on.
+  static TIERSTORE_DEVICE Columns State(const float* at) { return G::template Read<kStateWord>(at); }
+  static TIERSTORE_DEVICE void SetState(float* at, const Columns& state) {
+    G::template Write<kStateWord>(at, state);
   }
 };
 

@@ -27,6 +27,7 @@ from tierstore.cuda.rows import Departure
 from tierstore.cuda.streams import Operation, Stream, Streams
 
 LAYOUTS = [(3, 1), (8, 0), (8, 3), (20, 2), (3, 9, "fp16"), (8, 1, "bf16"), (20, 3, "fp16"), (20, 0, "bf16")]
+LAYOUTS += [(32, 0), (32, 1), (32, 3), (32, 1, "bf16"), (32, 8, "fp16")]  # weights of 64 and 128 bytes
 ROW = 48
 
 

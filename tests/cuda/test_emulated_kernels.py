@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda.emulated import DIMS, Launch, hot_rows, library, vec_of
+from tests.cuda.emulated import DIMS, Launch, aligned, hot_rows, library, vec_of
 from tests.cuda.fake import fake_gpu
 from tests.kernels.kernel_batches import address, batches, counted_batch, make_rows, of, same_bits, steps
 from tests.kernels.kernel_oracle import PARTIAL_ADAM, Batch, Step
@@ -24,6 +25,7 @@ from tierstore.cuda.args import (
     InitRowsArgs,
     LookupPooledArgs,
     LookupRowsArgs,
+    MovedRows,
     MoveRowsArgs,
     RoundingArgs,
     RowsArgs,
@@ -42,31 +44,42 @@ def test_arguments_have_the_layout_of_the_source(struct: type[ctypes.Structure])
     assert ctypes.sizeof(struct) == library().size_of(struct.__name__.encode())
 
 
+def moved(
+    launch: Launch, name: str, parts: list[np.ndarray], slots: np.ndarray | None, head: int
+) -> ctypes.Structure:
+    """Rows in one array, of which ``head`` floats are moved first, or in two that are cut there."""
+    at = [launch.array(f"{name} {i}", part, writable=name == "target") for i, part in enumerate(parts)]
+    tail = at[1] if len(at) == 2 else (at[0] or 0) + 4 * head
+    floats = [part.shape[1] for part in parts]
+    return MovedRows(at[0], floats[0], tail, floats[-1], launch.array(f"slots of the {name}", slots))
+
+
 @PROPERTY
-@given(SEEDS, st.integers(1, 40), st.integers(1, 5))
+@given(SEEDS, st.integers(1, 40), st.integers(1, 4))
 def test_moves_between_arenas(seed: int, n: int, words: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.standard_normal((n + 3, 4 * (words + 1))).astype(np.float32)
-    for with_from, with_to in ((True, True), (False, True), (True, False)):
+    for with_from, with_to, head in itertools.product((True, False), (True, False), range(1, words + 1)):
         target = np.zeros((n + 5, 4 * (words + 2)), np.float32)
         take = rng.permutation(n + 3)[:n].astype(np.int32) if with_from else None
         put = rng.permutation(n + 5)[:n].astype(np.int32) if with_to else None
         launch = Launch(seed)
+        from_parts, to_parts = (
+            [aligned(part) for part in np.split(rows, [4 * head] if rng.random() < 0.5 else [], axis=1)]
+            for rows in (source, target)
+        )
         args = MoveRowsArgs(
-            launch.array("source", source),
-            source.shape[1],
-            launch.array("from_rows", take),
-            launch.array("target", target, writable=True),
-            target.shape[1],
-            launch.array("to_rows", put),
+            moved(launch, "source", from_parts, take, 4 * head),
+            moved(launch, "target", to_parts, put, 4 * head),
             n,
             words,
+            head,
         )
         launch("move_rows", args, of_layout=False)
         expected = np.zeros_like(target)
         at = np.arange(n) if put is None else put
         expected[at, : 4 * words] = source[np.arange(n) if take is None else take, : 4 * words]
-        np.testing.assert_array_equal(target, expected)
+        np.testing.assert_array_equal(np.concatenate(to_parts, axis=1), expected)
 
 
 @PROPERTY
@@ -141,7 +154,7 @@ def updated(
     partials = np.full((int(pieces[-1]), dim), np.nan, np.float32)
     dice = [rounding and getattr(rounding, name) for name in ("keys", "seeds", "columns")]
     args = UpdateArgs(
-        launch.rows(rows, writable=True),
+        launch.rows(rows, dim, writable=True),
         launch.array("slots", batch.slots),
         len(batch.slots),
         launch.array("csr_start", start),
@@ -318,8 +331,9 @@ def test_initial_values(dim: int, tables: list, cut: bool, seed: int) -> None:
     of(expected).initialise(values, slots, keys)
     launch = Launch(seed)
     args = InitRowsArgs(
-        launch.rows(rows, writable=True), launch.array("slots", slots), launch.array("keys", keys), len(keys),
-        dim, state, 0.5, 0, launch.array("kinds", kinds.astype(np.uint8)), launch.array("first", first),
+        launch.rows(rows, dim, writable=True), launch.array("slots", slots), launch.array("keys", keys),
+        len(keys), dim, state, rows.shape[1] - dim, 0.5, 0,
+        launch.array("kinds", kinds.astype(np.uint8)), launch.array("first", first),
         launch.array("second", second), launch.array("seeds", seeds), launch.array("columns", columns),
     )  # fmt: skip
     launch("init_rows", args, of_layout=False)
@@ -361,13 +375,16 @@ def test_a_row_that_two_threads_write_is_found() -> None:
     """Slots must not repeat; the emulator sees the race when they do."""
     rows, source = np.zeros((4, 4), np.float32), np.ones((2, 4), np.float32)
     launch = Launch(0)
+    twice = np.array([2, 2, 0, 0], np.int32)[:2].copy()
     args = MoveRowsArgs(
-        launch.array("source", source), 4, None, launch.array("rows", rows, writable=True), 4,
-        launch.array("to_rows", np.array([2, 2, 0, 0], np.int32)[:2].copy()), 2, 1,
-    )  # fmt: skip
-    assert "rows at byte 32, which another thread writes" in launch.run("move_rows", args, of_layout=False)
+        moved(launch, "source", [source], None, 4), moved(launch, "target", [rows], twice, 4), 2, 1, 1
+    )
+    assert "target 0 at byte 32, which another thread writes" in launch.run(
+        "move_rows", args, of_layout=False
+    )
 
 
 def test_unused_structs_are_whole() -> None:
-    assert ctypes.sizeof(RowsArgs) == 16
+    assert ctypes.sizeof(RowsArgs) == 32
+    assert ctypes.sizeof(MovedRows) == 40
     assert ctypes.sizeof(StepArgs) == 72

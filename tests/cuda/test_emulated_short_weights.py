@@ -185,10 +185,11 @@ def test_initial_values(dim: int, cut: bool, dtype: str) -> None:
         columns=columns,
     )  # fmt: skip
     core.HostRows.view(expected, dtype).initialise(values, slots, keys)
-    launch = Launch(dim)
+    launch = Launch(dim, weights=dtype)
     args = InitRowsArgs(
-        launch.rows(rows, writable=True), launch.array("slots", slots), launch.array("keys", keys), len(keys),
-        dim, state, 0.5, WEIGHTS[dtype], launch.array("kinds", kinds), launch.array("first", first),
+        launch.rows(rows, dim, writable=True), launch.array("slots", slots), launch.array("keys", keys),
+        len(keys), dim, state, rows.shape[1] // 4 - (dim + 1) // 2, 0.5, WEIGHTS[dtype],
+        launch.array("kinds", kinds), launch.array("first", first),
         launch.array("second", second), launch.array("seeds", seeds), launch.array("columns", columns),
     )  # fmt: skip
     launch("init_rows", args, of_layout=False)

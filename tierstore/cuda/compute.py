@@ -88,7 +88,7 @@ class CudaRows(GpuRows):
         arrays = [args.slots, args.inverse, *([] if bags is None else bag_arrays(bags))]
         with self.indices(*arrays, staged=staged) as indices, self._computing(args.slots, indices) as compute:
             slots, inverse, *of_bags = indices.addresses
-            gather = GatherArgs(self.rows_args, slots, inverse)
+            gather = GatherArgs(self.rows_args(args.dim), slots, inverse)
             yield compute, gather, None if bags is None else bags_args(bags, of_bags)
 
     @contextmanager

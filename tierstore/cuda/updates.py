@@ -183,7 +183,10 @@ class RowUpdate:
 
     def _launches(self, compute: Operation) -> Iterator[partial[int]]:
         kernels, arrays, part = self._rows.parts.kernels, self._arrays, self._part
-        given, lanes = arrays.update_args(self._rows.rows_args), lanes_of(part.dim or 0, part.vec or 0)
+        given, lanes = (
+            arrays.update_args(self._rows.rows_args(part.dim or 0)),
+            lanes_of(part.dim or 0, part.vec or 0),
+        )
         items = (len(arrays.args.slots), arrays.hot.pieces, arrays.hot.count)
         for name, count in zip(_UPDATES, items, strict=True):
             yield from kernels.launching(compute, part, name, given, count * lanes)

@@ -56,6 +56,8 @@ void AddSomeOfType() {
   AddLayout<8, 4, kType>();
   AddLayout<20, 1, kType>();
   AddLayout<20, 4, kType>();
+  AddLayout<32, 1, kType>();
+  AddLayout<32, 4, kType>();
 }
 
 // Few layouts of every type of weights: each takes a second to compile.
