@@ -73,6 +73,8 @@ struct LookupPooledArgs {
   const float* weights;
   float* out;
   int32_t* argmax;
+  int32_t are_short;  // most bags have a position at most
+  int32_t unused;
 };
 
 struct LookupRowsArgs {
@@ -132,7 +134,8 @@ struct RoundingArgs {
 };
 
 // kernels/update.h. A row with more than kReducePositions positions is hot: kernel update_pieces adds each of
-// its pieces, update_hot the pieces, and update_cold leaves it out.
+// its pieces, update_hot the pieces. The others are updated by
+// update_cold, or by update_singles where most rows have one position.
 struct UpdateArgs {
   RowsArgs rows;
   const int32_t* slots;

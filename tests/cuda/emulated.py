@@ -35,7 +35,7 @@ class Launch:
         self, seed: int, layout: tuple[int, int] = (-1, -1), optimizer: int = -1, weights: str = "fp32"
     ) -> None:
         self._layout, self._optimizer, self._dtype = layout, optimizer, weights
-        self._random = np.random.default_rng(seed)
+        self.seed, self._random = seed, np.random.default_rng(seed)
         self._arrays: list[np.ndarray] = []
         self._cut: tuple[np.ndarray, list[np.ndarray]] | None = None
         library().forget_arrays()

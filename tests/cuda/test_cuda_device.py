@@ -279,7 +279,7 @@ def test_a_change_of_streams_without_a_wait_is_found() -> None:
         device = FakeDevice()
         rows, *_ = updates_by_two_streams(device)
         fake_gpu().run(device.stream(Stream.COMPUTE))
-        assert any("update_cold" in line and "not ordered after" in line for line in fake_gpu().wrong)
+        assert any("update_singles" in line and "not ordered after" in line for line in fake_gpu().wrong)
         device.abandon()
         del rows
 

@@ -36,7 +36,7 @@ from tierstore.cuda.args import (
 
 PROPERTY = settings(max_examples=40, deadline=None)
 SEEDS = st.integers(0, 2**32)
-some_batches = batches(st.sampled_from(DIMS))
+some_batches = st.one_of(batches(st.sampled_from(DIMS), longest) for longest in (1, 11))
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
@@ -104,6 +104,8 @@ def test_lookup_pooled(case: tuple, seed: int) -> None:
         launch.array("weights", batch.weights),
         launch.array("out", out, writable=True),
         launch.array("argmax", argmax, writable=True),
+        seed % 2,
+        0,
     )
     launch("lookup_pooled", args)
     same_bits(out, expected)
@@ -172,7 +174,8 @@ def updated(
         len(hot) - 1,
         launch.array("partials", partials, writable=True),
     )
-    for kernel in ("update_cold", "update_pieces", "update_hot"):
+    cold = "update_singles" if launch.seed % 2 else "update_cold"
+    for kernel in (cold, "update_pieces", "update_hot"):
         launch(kernel, args)
     return np.flatnonzero(rejected).tolist()
 
@@ -250,7 +253,8 @@ def test_sequence_lookup_and_update(case: tuple, step: Step, gap: int, seed: int
 @pytest.mark.parametrize("dim", [3, 20, 64])
 @pytest.mark.parametrize("counts", [(255, 256, 257), (1, 1300, 2, 512, 0, 513)])
 @pytest.mark.parametrize("kind", [1, 3, 7, 9])
-def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int) -> None:
+@pytest.mark.parametrize("seed", [6, 7])  # which chooses the kernel of other rows
+def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int, seed: int) -> None:
     rng, step = np.random.default_rng(dim), Step(kind=kind)
     batch = counted_batch(rng, counts)
     before = make_rows(rng, len(counts), dim + step.state_floats(dim), special=False)
@@ -258,7 +262,7 @@ def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], 
     grad = rng.standard_normal((len(batch.inverse), dim)).astype(np.float32)
     expected, rows = before.copy(), before.copy()
     of(expected).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
-    launch = Launch(7, (dim, vec_of(dim)), kind)
+    launch = Launch(seed, (dim, vec_of(dim)), kind)
     grads = GradsArgs(launch.array("grad", grad), dim, None, None, None, None)
     updated(launch, rows, dim, batch, grads, step)
     same_bits(rows, expected)

@@ -331,7 +331,7 @@ def outputs(prefetch: bool) -> list[torch.Tensor]:
     batches = [torch.randint(400, (30, 3), generator=generator) for _ in range(12)]
     config = TierConfig(hbm="4KiB", uvm="8KiB", ssd="1GiB", engine="memory")
     with TieredEmbeddingBag(
-        400, DIM, mode="sum", config=config, optimizer=optim.RowWiseAdagrad(lr=0.1)
+        400, 8, mode="sum", config=config, optimizer=optim.RowWiseAdagrad(lr=0.1)
     ) as table:
         found = []
         for ids in tierstore.prefetch(batches, table, depth=2, window=4) if prefetch else batches:

@@ -44,7 +44,12 @@ BagsArgs = _struct(
     *_pointers("out_offset", "out_stride", "poolings"),
 )
 LookupPooledArgs = _struct(
-    "LookupPooledArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("weights", "out", "argmax")
+    "LookupPooledArgs",
+    ("gather", GatherArgs),
+    ("bags", BagsArgs),
+    *_pointers("weights", "out", "argmax"),
+    ("are_short", c_int32),
+    ("unused", c_int32),
 )
 LookupRowsArgs = _struct(
     "LookupRowsArgs", ("gather", GatherArgs), ("n", c_int64), *_pointers("out"), ("out_stride", c_int64)

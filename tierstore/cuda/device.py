@@ -20,7 +20,8 @@ from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
-from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Tail, Touched
+from tierstore.cuda.places import Tail
+from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
 from tierstore.cuda.staged import Staged
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.cuda.updates import RowUpdate, RowUpdates, one_operation
@@ -28,7 +29,7 @@ from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
 from tierstore.errors import GpuError
 from tierstore.row_format import RowFormat
 
-_MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
+_UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 41, 75, 76, 102
 _CONCURRENT_MANAGED_ACCESS, _HOST_POINTERS = 89, 91
 _STAGING_BLOCKS = 2
 MEMORY_UNIT = 64
@@ -97,7 +98,7 @@ class CudaDevice:
         ):
             if not self.attribute(attribute):
                 raise GpuError(f"GPU {index} lacks {what}, which tierstore needs; use another GPU")
-        major, minor, multiprocessors = map(self.attribute, (_MAJOR, _MINOR, _MULTIPROCESSORS))
+        major, minor = map(self.attribute, (_MAJOR, _MINOR))
         self.streams = Streams(driver, self.number, compute_stream)
         cubins = Cubins(
             10 * major + minor, lambda: open_nvrtc(driver.version // 1000, libraries.nvrtc), libraries.cache
@@ -108,7 +109,7 @@ class CudaDevice:
         """Give the memory of allocated rows back, when the rows are gone or the device is closed."""
         self.parts = Parts(
             self.streams,
-            Kernels(self.streams, cubins, multiprocessors),
+            Kernels(self.streams, cubins),
             indices=Blocks(self.streams, with_device=True),
             arriving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
             leaving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from ctypes import Structure
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import HostRows, InitialValues, RowCodec, SlotMarks
-from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MovedRows, MoveRowsArgs, RowsArgs
+from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MoveRowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Block, Blocks
+from tierstore.cuda.places import Memory, Places, Tail
 from tierstore.cuda.staged import Indices, Staged, StagedLookups
 from tierstore.cuda.streams import NOTHING, Operation, Stream, Streams
 from tierstore.row_format import WIDE, RowFormat
@@ -26,22 +26,6 @@ RowBytes = NDArray[np.uint8]
 ANY_LAYOUT = Part()
 STAGING_BYTES = 4 << 20
 """Bytes of rows on their way in one direction; two such blocks take turns."""
-
-
-class Memory(Protocol):
-    """Memory of rows; memory.Arena is the usual one."""
-
-    @property
-    def base(self) -> int: ...
-
-    @property
-    def mapped(self) -> int: ...
-
-    def commit(self, size: int) -> None: ...
-
-    def ensure(self, end: int) -> None: ...
-
-    def discard(self, begin: int, marks: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,39 +46,6 @@ class Parts:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Where an arena that cuts its rows has what is behind their weights. ``head_bytes``: of the weights."""
-
-    address: int
-    head_bytes: int
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where rows of ``row_bytes`` bytes are: from the address ``base`` on, except the ``tail`` of each."""
-
-    base: int
-    row_bytes: int
-    tail: Tail | None = None
-
-    def of_kernels(self, state: int) -> Structure:
-        """Return the argument of kernels that compute; ``state``: the byte of a row at which it begins."""
-        return RowsArgs(*self._parts(state))
-
-    def of_moves(self, head_bytes: int, slots: int | None) -> Structure:
-        """Return the argument of moves; ``slots``: the address of the rows' slots, None: 0, 1 ..."""
-        return MovedRows(*self._parts(head_bytes), slots)
-
-    def _parts(self, cut: int) -> tuple[int, int, int, int]:
-        """Return the address of each of a row's two parts and the floats from one row to the next."""
-        floats = self.row_bytes // 4
-        if self.tail is None:
-            return self.base, floats, self.base + cut, floats
-        head = self.tail.head_bytes // 4
-        return self.base, head, self.tail.address, floats - head
 
 
 class Touched:

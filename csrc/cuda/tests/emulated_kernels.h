@@ -27,6 +27,7 @@ template <int kDim, int kVec, int kKind, int kType>
 void AddUpdates() {
   using U = Update<kDim, kVec, kKind, kType>;
   kernels[{"update_cold", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Cold>();
+  kernels[{"update_singles", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::ColdSingles>();
   kernels[{"update_pieces", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Pieces>();
   kernels[{"update_hot", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Hot>();
 }
