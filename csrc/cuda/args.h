@@ -146,11 +146,11 @@ struct UpdateArgs {
   StepArgs step;
   RoundingArgs rounding;
   int32_t check_finite;
-  int32_t unused;
+  int32_t num_long;
   uint8_t* rejected;  // of each unique row: 1 if its gradient is not finite
   float* squares;     // kernels/update.h, RowSquares
   const float* means;
-  const int32_t* hot;        // unique rows, and num_slots
+  const int32_t* hot;        // unique rows, and num_slots; behind that the num_long rows of update_cold
   const int32_t* hot_piece;  // of each hot row its first piece, and the number of pieces
   int64_t num_hot;
   float* partials;  // sums of the pieces

@@ -7,6 +7,7 @@
 namespace tierstore::cuda {
 
 constexpr int kReducePositions = 256;  // as kernels/update.h
+constexpr int kLongPositions = 32;     // rows with more are those that update_cold begins with
 
 TIERSTORE_DEVICE void BagShares(const BagSharesArgs& a) {
   ForItems<1>(a.bags.num_bags, [&](int64_t bag, bool inside) {
@@ -164,11 +165,19 @@ struct Update {
     return {first, count <= kReducePositions ? count : 0};
   }
 
-  // A group per row.
+  // A group per row. The host lists rows with many positions, which come first: one that begins last would
+  // keep the GPU waiting.
   static TIERSTORE_DEVICE void Cold(const UpdateArgs& a) {
-    ForItems<G::kLanes>(a.num_slots, [&](int64_t u, bool inside) {
-      const Positions at = inside ? ColdPositions(a, u) : Positions{0, 0};
-      UsedRow row = Use(a, static_cast<int32_t>(u), at.count > 0, at.count > 0 ? Load(a.slots + u) : 0);
+    ForItems<G::kLanes>(a.num_long + a.num_slots, [&](int64_t item, bool inside) {
+      int32_t u = static_cast<int32_t>(item) - a.num_long;
+      Positions at = {0, 0};
+      if (inside) {
+        const bool is_long = u < 0;
+        if (is_long) u = Load(a.hot + a.num_hot + 1 + item);
+        at = ColdPositions(a, u);
+        if (!is_long && at.count > kLongPositions) at.count = 0;
+      }
+      UsedRow row = Use(a, u, at.count > 0, at.count > 0 ? Load(a.slots + u) : 0);
       Columns sums = {};
       Reduce<4>(a.grads, a.csr_positions + at.first, at.count, sums);
       Apply(a, row, sums);

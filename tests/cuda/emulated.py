@@ -16,7 +16,7 @@ from tierstore.row_format import RowFormat
 
 DIMS = (1, 3, 4, 17, 20, 32, 64, 100, 300)
 DIMS_OF_16_BITS = (3, 8, 20, 32)
-REDUCE_POSITIONS = 256
+REDUCE_POSITIONS, LONG_POSITIONS = 256, 32
 
 
 @functools.cache
@@ -117,12 +117,15 @@ def vec_of(dim: int, *multiples: Sequence[int] | int) -> int:
     return 4 if all(np.all(np.asarray(n) % 4 == 0) for n in (dim, *multiples)) else 1
 
 
-def hot_rows(csr_start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the unique rows with many positions, and the first piece of each, with their ends."""
+def hot_rows(csr_start: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the unique rows with many positions, and the first piece of each, with their ends; behind the
+    end of the rows are those with fewer positions, though more than most, and last is how many these are."""
     counts = np.diff(csr_start)
     hot = np.flatnonzero(counts > REDUCE_POSITIONS)
     pieces = -(-counts[hot] // REDUCE_POSITIONS)
+    long = np.flatnonzero((counts > LONG_POSITIONS) & (counts <= REDUCE_POSITIONS))
     return (
-        np.append(hot, len(counts)).astype(np.int32),
+        np.concatenate([hot, [len(counts)], long]).astype(np.int32),
         np.concatenate([[0], np.cumsum(pieces)]).astype(np.int32),
+        len(long),
     )

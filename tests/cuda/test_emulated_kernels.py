@@ -151,7 +151,7 @@ def updated(
 ) -> list[int]:
     """Update ``rows`` by the kernels; return the unique rows that were rejected."""
     start, positions = batch.csr
-    hot, pieces = hot_rows(start)
+    hot, pieces, num_long = hot_rows(start)
     rejected = np.zeros(len(batch.slots), np.uint8)
     partials = np.full((int(pieces[-1]), dim), np.nan, np.float32)
     dice = [rounding and getattr(rounding, name) for name in ("keys", "seeds", "columns")]
@@ -165,13 +165,13 @@ def updated(
         _step_args(step),
         RoundingArgs(*(launch.array(f"dice {i}", array) for i, array in enumerate(dice))),
         check_finite,
-        0,
+        num_long,
         launch.array("rejected", rejected, writable=True),
         launch.array("squares", squares, writable=True),
         launch.array("means", means),
         launch.array("hot", hot),
         launch.array("hot_piece", pieces),
-        len(hot) - 1,
+        len(pieces) - 1,
         launch.array("partials", partials, writable=True),
     )
     cold = "update_singles" if launch.seed % 2 else "update_cold"
@@ -251,7 +251,7 @@ def test_sequence_lookup_and_update(case: tuple, step: Step, gap: int, seed: int
 
 
 @pytest.mark.parametrize("dim", [3, 20, 64])
-@pytest.mark.parametrize("counts", [(255, 256, 257), (1, 1300, 2, 512, 0, 513)])
+@pytest.mark.parametrize("counts", [(255, 256, 257), (1, 1300, 2, 512, 0, 513), (31, 1, 32, 33, 0, 40)])
 @pytest.mark.parametrize("kind", [1, 3, 7, 9])
 @pytest.mark.parametrize("seed", [6, 7])  # which chooses the kernel of other rows
 def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int, seed: int) -> None:

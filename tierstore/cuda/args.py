@@ -92,7 +92,7 @@ UpdateArgs = _struct(
     ("step", StepArgs),
     ("rounding", RoundingArgs),
     ("check_finite", c_int32),
-    ("unused", c_int32),
+    ("num_long", c_int32),
     *_pointers("rejected", "squares", "means", "hot", "hot_piece"),
     ("num_hot", c_int64),
     *_pointers("partials"),

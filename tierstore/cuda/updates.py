@@ -114,7 +114,7 @@ class _UpdateArrays:
         return kernel_args.UpdateArgs(
             *(rows, slots, len(args.slots), csr_start, csr_positions, grads, _step_args(args.step)),
             kernel_args.RoundingArgs(*dice),
-            *(int(args.check_finite), 0, rejected, squares, means),
+            *(int(args.check_finite), self.hot.num_long, rejected, squares, means),
             *(hot, hot_piece, self.hot.count, partials),
         )
 
@@ -193,7 +193,7 @@ class RowUpdate:
         are_single = positions <= _POSITIONS_OF_SINGLES * rows
         for name, threads in (
             ("update_singles", rows if are_single else 0),
-            ("update_cold", 0 if are_single else rows * lanes),
+            ("update_cold", 0 if are_single else (arrays.hot.num_long + rows) * lanes),
             ("update_pieces", arrays.hot.pieces * lanes),
             ("update_hot", arrays.hot.count * lanes),
         ):
