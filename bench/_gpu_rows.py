@@ -82,7 +82,7 @@ class Arena:
         self.device: Any = open_cuda(None)
         self.sizes, self.row_bytes = sizes, sizes.row_bytes
         self.count = min(sizes.rows, self.device.memory()[0] // 4 // self.row_bytes)
-        self.rows = self.device.allocate(self.count, self.row_bytes)
+        self.rows = self.device.allocate(self.count, self.row_bytes, dim=sizes.dim)
         self.rows.commit(self.count)
         self.fill(self.rows)
         self.random = np.random.default_rng(0)

@@ -49,19 +49,20 @@ class RowFormat:
         """Whether rows are float32 throughout."""
         return self == WIDE
 
-    def _rest(self, dim: int) -> int:
+    def weights_end(self, dim: int) -> int:
+        """Return the byte of a row at which its weights end, with the zeros behind them."""
         return -(-WEIGHT_BYTES[self.weights] * dim // 4) * 4
 
     def row_bytes(self, dim: int, state_floats: int) -> int:
         """Return a row's bytes, a multiple of 16."""
         quantisation = _QUANTISATION_BYTES if self.weights == "int8" else 0
-        size = self._rest(dim) + quantisation + STATE_BYTES[self.state] * state_floats
+        size = self.weights_end(dim) + quantisation + STATE_BYTES[self.state] * state_floats
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def parts(self, dim: int, row_bytes: int) -> list[RowPart]:
         """Return the parts of a row of ``row_bytes`` bytes in their order: ``weights``, the step and offset
         of int8 as ``quantisation``, and ``state``, which ends with the row and may have no columns."""
-        rest = self._rest(dim)
+        rest = self.weights_end(dim)
         found = [RowPart("weights", self.weights, dim, 0, WEIGHT_BYTES[self.weights] * dim)]
         if self.weights == "int8":
             found.append(RowPart("quantisation", "fp32", 2, rest, _QUANTISATION_BYTES))

@@ -18,24 +18,35 @@ namespace tierstore::cuda {
 
 constexpr int kWarp = 32;
 
-// Rows of row_floats floats (a multiple of 4) from `base`, whose weights have the type that a kernel is
-// compiled for.
+// Rows by slot: the weights of slot s, of the type that a kernel is compiled for, are weight_floats * s
+// floats behind `weights`, its optimizer's state is state_floats * s floats behind `state`. Both distances
+// are multiples of 4. Where weights and state share a row, they are equal.
 struct RowsArgs {
-  float* base;
-  int64_t row_floats;
+  float* weights;
+  int64_t weight_floats;
+  float* state;
+  int64_t state_floats;
 };
 
-// to[to_rows[i]] = from[from_rows[i]] for i < n, in words of 16 bytes; no indices: i. Rows of the two arenas
-// may be apart by more than their `words`.
+// Rows that are moved, by slot: the first words of each, which are `floats` apart, and its other words. Those
+// of an arena that keeps a row together begin where its first words end.
+template <typename Float>
+struct MovedRows {
+  Float* head;
+  int64_t head_floats;
+  Float* tail;
+  int64_t tail_floats;
+  const int32_t* slots;  // of each moved row; none: i
+};
+
+// to.slots[i] = from.slots[i] for i < n, in words of 16 bytes, of which the first head_words are in the
+// heads.
 struct MoveRowsArgs {
-  const float* from;
-  int64_t from_floats;
-  const int32_t* from_rows;
-  float* to;
-  int64_t to_floats;
-  const int32_t* to_rows;
+  MovedRows<const float> from;
+  MovedRows<float> to;
   int64_t n;
   int64_t words;
+  int64_t head_words;
 };
 
 // kernels/lookup.h, Gather.
@@ -62,6 +73,8 @@ struct LookupPooledArgs {
   const float* weights;
   float* out;
   int32_t* argmax;
+  int32_t are_short;  // most bags have a position at most
+  int32_t unused;
 };
 
 struct LookupRowsArgs {
@@ -121,7 +134,8 @@ struct RoundingArgs {
 };
 
 // kernels/update.h. A row with more than kReducePositions positions is hot: kernel update_pieces adds each of
-// its pieces, update_hot the pieces, and update_cold leaves it out.
+// its pieces, update_hot the pieces. The others are updated by
+// update_cold, or by update_singles where most rows have one position.
 struct UpdateArgs {
   RowsArgs rows;
   const int32_t* slots;
@@ -132,11 +146,11 @@ struct UpdateArgs {
   StepArgs step;
   RoundingArgs rounding;
   int32_t check_finite;
-  int32_t unused;
+  int32_t num_long;
   uint8_t* rejected;  // of each unique row: 1 if its gradient is not finite
   float* squares;     // kernels/update.h, RowSquares
   const float* means;
-  const int32_t* hot;        // unique rows, and num_slots
+  const int32_t* hot;        // unique rows, and num_slots; behind that the num_long rows of update_cold
   const int32_t* hot_piece;  // of each hot row its first piece, and the number of pieces
   int64_t num_hot;
   float* partials;  // sums of the pieces
@@ -150,6 +164,7 @@ struct InitRowsArgs {
   int64_t n;
   int64_t dim;
   int64_t state_floats;
+  int64_t behind;  // floats of a row from its state on
   float state_value;
   int32_t weights;  // kernels/rows.h, WeightType
   const uint8_t* kinds;

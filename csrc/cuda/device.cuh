@@ -26,14 +26,94 @@ struct alignas(4 * V) Word {
   float v[V];
 };
 
+// How an access uses the caches.
+enum Hint {
+  kCached,
+  // Read or written once: the near cache keeps nothing, and the far one lets what was written go first.
+  kStreamed,
+  // Read once, and written by no kernel meanwhile. The bytes are read past the coherence of caches, so two
+  // things must hold: what wrote them has ended before this kernel began, and nothing writes them until it
+  // has ended. So it is with gradients, and with rows that are looked up: a kernel in another stream that
+  // fills their slots, or moves them, is ordered before or after the lookup by an event (cuda/streams.py),
+  // and what it writes beside are rows that this kernel does not read.
+  kReadOnly,
+};
+
 #if defined(__CUDACC__)
-template <typename T>
-TIERSTORE_DEVICE T Load(const T* from) {
-  return *from;
+// Bytes of an access by themselves.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<16> {
+  using T = float4;
+};
+template <>
+struct Bits<8> {
+  using T = float2;
+};
+template <>
+struct Bits<4> {
+  using T = float;
+};
+template <>
+struct Bits<2> {
+  using T = unsigned short;
+};
+
+// The compiler does not know of what is read here; a thread that writes the same bytes needs their value.
+#define TIERSTORE_LOAD(of)                                                            \
+  TIERSTORE_DEVICE void LoadBits(const float4* from, float4* to) {                    \
+    asm volatile(of ".v4.f32 {%0,%1,%2,%3}, [%4];"                                    \
+                 : "=f"(to->x), "=f"(to->y), "=f"(to->z), "=f"(to->w)                 \
+                 : "l"(from));                                                        \
+  }                                                                                   \
+  TIERSTORE_DEVICE void LoadBits(const float2* from, float2* to) {                    \
+    asm volatile(of ".v2.f32 {%0,%1}, [%2];" : "=f"(to->x), "=f"(to->y) : "l"(from)); \
+  }                                                                                   \
+  TIERSTORE_DEVICE void LoadBits(const float* from, float* to) {                      \
+    asm volatile(of ".f32 %0, [%1];" : "=f"(*to) : "l"(from));                        \
+  }                                                                                   \
+  TIERSTORE_DEVICE void LoadBits(const unsigned short* from, unsigned short* to) {    \
+    asm volatile(of ".u16 %0, [%1];" : "=h"(*to) : "l"(from));                        \
+  }
+namespace streamed {
+TIERSTORE_LOAD("ld.global.L1::no_allocate")
 }
-template <typename T>
+namespace read_only {
+TIERSTORE_LOAD("ld.global.nc.L1::no_allocate")
+}
+#undef TIERSTORE_LOAD
+
+template <Hint kHint = kCached, typename T>
+TIERSTORE_DEVICE T Load(const T* from) {
+  if constexpr (kHint == kCached) {
+    return *from;
+  } else {
+    using B = typename Bits<sizeof(T)>::T;
+    union {
+      B bits;
+      T value;
+    } read;
+    if constexpr (kHint == kStreamed) {
+      streamed::LoadBits(reinterpret_cast<const B*>(from), &read.bits);
+    } else {
+      read_only::LoadBits(reinterpret_cast<const B*>(from), &read.bits);
+    }
+    return read.value;
+  }
+}
+template <Hint kHint = kCached, typename T>
 TIERSTORE_DEVICE void Store(T* to, const T& value) {
-  *to = value;
+  if constexpr (kHint == kCached) {
+    *to = value;
+  } else {
+    using B = typename Bits<sizeof(T)>::T;
+    union {
+      T value;
+      B bits;
+    } written = {value};
+    __stcs(reinterpret_cast<B*>(to), written.bits);
+  }
 }
 TIERSTORE_DEVICE float Sqrt(float x) { return __fsqrt_rn(x); }
 TIERSTORE_DEVICE unsigned BitsOf(float x) { return __float_as_uint(x); }
@@ -47,12 +127,12 @@ TIERSTORE_DEVICE T ShuffleFrom(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
 #else
-template <typename T>
+template <Hint kHint = kCached, typename T>
 T Load(const T* from) {
   emulator::Access(from, sizeof(T), alignof(T), false);
   return *from;
 }
-template <typename T>
+template <Hint kHint = kCached, typename T>
 void Store(T* to, const T& value) {
   emulator::Access(to, sizeof(T), alignof(T), true);
   *to = value;
@@ -86,6 +166,11 @@ struct Group {
   static constexpr int kWords = (kWordsOfRow + kLanes - 1) / kLanes;  // of a thread
   using W = Word<kVec>;
 
+  // How many rows a thread can read at once, at most `most`, without having too many floats.
+  static TIERSTORE_DEVICE constexpr int AtOnce(int most, int columns_of_row = 1) {
+    return most > 1 && most * columns_of_row * kWords * kVec > 40 ? AtOnce(most / 2, columns_of_row) : most;
+  }
+
   // This thread's words of something with a float per column; zero behind the last column.
   struct Columns {
     W w[kWords];
@@ -95,19 +180,19 @@ struct Group {
   static TIERSTORE_DEVICE bool Has(int i) { return i * kLanes + lane() < kWordsOfRow; }
 
   // An access to memory moves kPart floats of a word: fewer than a word's where these are not aligned.
-  template <int kPart = kVec>
+  template <int kPart = kVec, Hint kHint = kCached>
   static TIERSTORE_DEVICE Columns Read(const float* from) {
     Columns columns = {};
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       if (!Has(i)) continue;
       if constexpr (kPart == kVec) {
-        columns.w[i] = Load(reinterpret_cast<const W*>(from) + i * kLanes + lane());
+        columns.w[i] = Load<kHint>(reinterpret_cast<const W*>(from) + i * kLanes + lane());
       } else {
         const float* const at = from + (i * kLanes + lane()) * kVec;
         TIERSTORE_UNROLL
         for (int part = 0; part < kVec; part += kPart) {
-          const Word<kPart> word = Load(reinterpret_cast<const Word<kPart>*>(at + part));
+          const Word<kPart> word = Load<kHint>(reinterpret_cast<const Word<kPart>*>(at + part));
           TIERSTORE_UNROLL
           for (int j = 0; j < kPart; ++j) columns.w[i].v[part + j] = word.v[j];
         }
@@ -115,13 +200,13 @@ struct Group {
     }
     return columns;
   }
-  template <int kPart = kVec>
+  template <int kPart = kVec, Hint kHint = kCached>
   static TIERSTORE_DEVICE void Write(float* to, const Columns& columns) {
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       if (!Has(i)) continue;
       if constexpr (kPart == kVec) {
-        Store(reinterpret_cast<W*>(to) + i * kLanes + lane(), columns.w[i]);
+        Store<kHint>(reinterpret_cast<W*>(to) + i * kLanes + lane(), columns.w[i]);
       } else {
         float* const at = to + (i * kLanes + lane()) * kVec;
         TIERSTORE_UNROLL
@@ -129,7 +214,7 @@ struct Group {
           Word<kPart> word;
           TIERSTORE_UNROLL
           for (int j = 0; j < kPart; ++j) word.v[j] = columns.w[i].v[part + j];
-          Store(reinterpret_cast<Word<kPart>*>(at + part), word);
+          Store<kHint>(reinterpret_cast<Word<kPart>*>(at + part), word);
         }
       }
     }
@@ -159,11 +244,10 @@ struct Group {
   static TIERSTORE_DEVICE float Dot(const Columns& x, const Columns& y) {
     Columns product = {};
     ForEach([](float& p, const float& a, const float& b) { p = a * b; }, product, x, y);
-    const int first = static_cast<int>(threadIdx.x % kWarp) - lane();
     float sums[kVec] = {};
     TIERSTORE_UNROLL
     for (int c = 0; c < kDim; c += 16) {
-      const int word = c / kVec, from = first + word % kLanes + lane() % kLeast;
+      const int word = c / kVec, from = first() + word % kLanes + lane() % kLeast;
       TIERSTORE_UNROLL
       for (int j = 0; j < kVec; ++j) sums[j] += ShuffleFrom(product.w[word / kLanes].v[j], from);
     }
@@ -180,10 +264,11 @@ struct Group {
     }
   }
 
+  // The first of the group's threads, in the warp.
+  static TIERSTORE_DEVICE int first() { return static_cast<int>(threadIdx.x % kWarp) - lane(); }
+
   // The value of the group's first thread. All threads of the warp must call it.
-  static TIERSTORE_DEVICE float FromFirst(float value) {
-    return ShuffleFrom(value, static_cast<int>(threadIdx.x % kWarp) - lane());
-  }
+  static TIERSTORE_DEVICE float FromFirst(float value) { return ShuffleFrom(value, first()); }
 
   // Whether `here` holds in any thread of the group. All threads of the warp must call it.
   static TIERSTORE_DEVICE bool Any(bool here) {
@@ -193,14 +278,27 @@ struct Group {
   }
 };
 
+// The largest value in the warp. All of its threads must call it.
+template <typename T>
+TIERSTORE_DEVICE T MostOfWarp(T value) {
+  TIERSTORE_UNROLL
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    const T other = ShuffleXor(value, lanes);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
 // Calls body(item, inside) in the threads of a group for every item below n, and with inside = false so often
-// that all threads of a warp make the same calls.
-template <int kLanes, typename Body>
+// that all threads of a warp make the same calls. With kItems, for every kItems items of a group, which are
+// kWarp / kLanes apart, by the first of them.
+template <int kLanes, int kItems = 1, typename Body>
 TIERSTORE_DEVICE void ForItems(int64_t n, const Body& body) {
-  const int64_t groups = static_cast<int64_t>(gridDim.x) * (blockDim.x / kLanes);
-  const int64_t of_block = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes);
-  const int64_t of_warp = threadIdx.x / kWarp * (kWarp / kLanes);
-  for (int64_t first = of_block + of_warp; first < n; first += groups) {
+  constexpr int kOfWarp = kWarp / kLanes * kItems;
+  const int64_t warps_of_block = blockDim.x / kWarp;
+  const int64_t step = gridDim.x * warps_of_block * kOfWarp;
+  for (int64_t first = (blockIdx.x * warps_of_block + threadIdx.x / kWarp) * kOfWarp; first < n;
+       first += step) {
     const int64_t item = first + threadIdx.x % kWarp / kLanes;
     body(item, item < n);
   }

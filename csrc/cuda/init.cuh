@@ -36,16 +36,16 @@ TIERSTORE_DEVICE void SetWeight(const InitRowsArgs& a, float* row, int64_t c, fl
 
 // A thread has four columns of a row, which one counter gives, or four floats behind the weights.
 TIERSTORE_DEVICE void InitRows(const InitRowsArgs& a) {
-  const int64_t state = StateBegin(a.weights, a.dim);
-  const int64_t of_weights = (a.dim + 3 + 3) / 4, behind = (a.rows.row_floats - state + 3) / 4;
+  const int64_t of_weights = (a.dim + 3 + 3) / 4, behind = (a.behind + 3) / 4;
   ForItems<1>(a.n * (of_weights + behind), [&](int64_t item, bool inside) {
     if (!inside) return;
     const int64_t i = item / (of_weights + behind), part = item - i * (of_weights + behind);
-    float* const row =
-        a.rows.base + (a.slots != nullptr ? static_cast<int64_t>(Load(a.slots + i)) : i) * a.rows.row_floats;
+    const int64_t slot = a.slots != nullptr ? Load(a.slots + i) : i;
+    float* const row = a.rows.weights + slot * a.rows.weight_floats;
     if (part >= of_weights) {
-      for (int64_t c = state + 4 * (part - of_weights), k = 0; k < 4 && c < a.rows.row_floats; ++c, ++k)
-        Store(row + c, c < state + a.state_floats ? a.state_value : 0.0f);
+      float* const state = a.rows.state + slot * a.rows.state_floats;
+      for (int64_t c = 4 * (part - of_weights), k = 0; k < 4 && c < a.behind; ++c, ++k)
+        Store(state + c, c < a.state_floats ? a.state_value : 0.0f);
       return;
     }
     const uint64_t key = Load(a.keys + i), table = key >> 48, id = key & ((uint64_t{1} << 48) - 1);

@@ -7,28 +7,31 @@
 #include "cuda/rows.cuh"
 #include "cuda/update.cuh"
 
-// The C names are how the driver finds the kernels. Two blocks of 256 threads must fit a multiprocessor:
-// without that bound nvcc 13 spills registers of lookup_pooled for sm_100.
-#define TIERSTORE_KERNEL(name, Args, function)                                                  \
-  extern "C" __global__ void __launch_bounds__(256, 2) name(const tierstore::cuda::Args args) { \
-    tierstore::cuda::function(args);                                                            \
+// The C names are how the driver finds the kernels. The registers of so many `blocks` of 256 threads must fit
+// a multiprocessor.
+#define TIERSTORE_KERNEL(name, Args, function, blocks)                                               \
+  extern "C" __global__ void __launch_bounds__(256, blocks) name(const tierstore::cuda::Args args) { \
+    tierstore::cuda::function(args);                                                                 \
   }
 #if !defined(TIERSTORE_DIM)
-TIERSTORE_KERNEL(move_rows, MoveRowsArgs, MoveRows)
-TIERSTORE_KERNEL(init_rows, InitRowsArgs, InitRows)
-TIERSTORE_KERNEL(bag_shares, BagSharesArgs, BagShares)
+TIERSTORE_KERNEL(move_rows, MoveRowsArgs, MoveRows, 2)
+TIERSTORE_KERNEL(init_rows, InitRowsArgs, InitRows, 2)
+TIERSTORE_KERNEL(bag_shares, BagSharesArgs, BagShares, 2)
 #elif !defined(TIERSTORE_OPTIMIZER)
 namespace tierstore::cuda {
 using LookupOfLayout = Lookup<TIERSTORE_DIM, TIERSTORE_VEC, TIERSTORE_WEIGHTS>;
 }
-TIERSTORE_KERNEL(lookup_pooled, LookupPooledArgs, LookupOfLayout::Pooled)
-TIERSTORE_KERNEL(lookup_rows, LookupRowsArgs, LookupOfLayout::Rows)
-TIERSTORE_KERNEL(weight_grads, WeightGradsArgs, LookupOfLayout::WeightGrads)
+TIERSTORE_KERNEL(lookup_pooled, LookupPooledArgs, LookupOfLayout::Pooled,
+                 tierstore::cuda::LookupOfLayout::kBlocks)
+TIERSTORE_KERNEL(lookup_rows, LookupRowsArgs, LookupOfLayout::Rows, 2)
+TIERSTORE_KERNEL(weight_grads, WeightGradsArgs, LookupOfLayout::WeightGrads, 2)
 #else
 namespace tierstore::cuda {
 using UpdateOfLayout = Update<TIERSTORE_DIM, TIERSTORE_VEC, TIERSTORE_OPTIMIZER, TIERSTORE_WEIGHTS>;
 }
-TIERSTORE_KERNEL(update_cold, UpdateArgs, UpdateOfLayout::Cold)
-TIERSTORE_KERNEL(update_pieces, UpdateArgs, UpdateOfLayout::Pieces)
-TIERSTORE_KERNEL(update_hot, UpdateArgs, UpdateOfLayout::Hot)
+TIERSTORE_KERNEL(update_singles, UpdateArgs, UpdateOfLayout::ColdSingles, 2)
+TIERSTORE_KERNEL(update_cold, UpdateArgs, UpdateOfLayout::Cold,
+                 tierstore::cuda::UpdateOfLayout::kBlocksOfCold)
+TIERSTORE_KERNEL(update_pieces, UpdateArgs, UpdateOfLayout::Pieces, tierstore::cuda::UpdateOfLayout::kBlocks)
+TIERSTORE_KERNEL(update_hot, UpdateArgs, UpdateOfLayout::Hot, 2)
 #endif

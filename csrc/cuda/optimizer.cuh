@@ -42,7 +42,7 @@ TIERSTORE_DEVICE void ClipGradient(const StepArgs& s, typename G::Columns& g) {
   }
 }
 
-// The step of a group's row, which is at `row`. Where `updates` is false, nothing is read or written, but all
+// The step of a group's row, whose state is at `state`. Where `updates` is false, nothing is written, but all
 // threads of the warp must make the calls all the same, since sums over columns need them.
 template <int kDim, int kVec, int kKind, int kType>
 struct OptimizerOf {
@@ -50,49 +50,68 @@ struct OptimizerOf {
   using Row = TypedRow<kDim, kVec, kType>;
   using Columns = typename G::Columns;
 
+  static constexpr bool kOnePerRow = kKind == kPartialRowWiseAdam || kKind == kPartialRowWiseLamb;
+  // The floats of the state for each column, which come first. Behind them is one for the row, if the
+  // optimizer has it, and then the number of the row's last update.
+  static constexpr int kOfColumn = kKind == kSgd || kKind == kRowWiseAdagrad ? 0
+                                   : kKind == kAdam || kKind == kLamb        ? 2
+                                                                             : 1;
+  static constexpr bool kHasOfRow = kKind == kRowWiseAdagrad || kOnePerRow;
+  static constexpr int kOfRow = kOfColumn * kDim;
+  static constexpr int kLast = kOfRow + (kHasOfRow ? 1 : 0);
+
+  // A row's state. What is of the row is in the group's first thread, which alone reads and writes it.
+  struct State {
+    Columns of_column[kOfColumn == 0 ? 1 : kOfColumn];
+    float of_row, last;
+  };
+
   const StepArgs& s;
-  float* row;
+  float* state;
   bool updates;
 
+  // Reads come before the gradients of the row are added: no step waits for its state then.
+  static TIERSTORE_DEVICE State Read(const StepArgs& s, const float* state) {
+    State read = {};
+    TIERSTORE_UNROLL
+    for (int i = 0; i < kOfColumn; ++i) read.of_column[i] = Row::State(state + i * kDim);
+    if (G::lane() != 0) return read;
+    if constexpr (kHasOfRow) read.of_row = Load(state + kOfRow);
+    if (s.decays_all != 0) read.last = Load(state + kLast);
+    return read;
+  }
+
   // Decays the weights for the updates that the row was not part of.
-  TIERSTORE_DEVICE void DecayMissed(Columns& weight) const {
+  TIERSTORE_DEVICE void DecayMissed(const State& read, Columns& weight) const {
     if (s.decays_all == 0) return;
-    const float factor = KeepMissed(s.keep_missed, s.number, RowState(kLast));
-    SetRowState(kLast, static_cast<float>(s.number));
+    const float factor = KeepMissed(s.keep_missed, s.number, G::FromFirst(read.last));
+    SetOfRow(kLast, static_cast<float>(s.number));
     G::ForEach([=](float& w) { w *= factor; }, weight);
   }
 
   // `mean`: the mean square of the whole row's gradient, where `cut`, since the columns here are only some.
-  // Changes g and weight, which it does not write.
-  TIERSTORE_DEVICE void Apply(Columns& g, Columns& weight, bool cut, float mean) const {
+  // Changes g, the state, which it writes, and weight, which it does not.
+  TIERSTORE_DEVICE void Apply(Columns& g, State& read, Columns& weight, bool cut, float mean) const {
     if constexpr (kKind == kSgd) {
       Descend(s.keep, s.lr, g, weight);
     } else if constexpr (kKind == kRowWiseAdagrad) {
-      const float sum = RowState(0) + (cut ? mean : MeanSquare(g));
+      const float sum = G::FromFirst(read.of_row) + (cut ? mean : MeanSquare(g));
       Descend(s.keep, s.lr / (Sqrt(sum) + s.eps), g, weight);
-      SetRowState(0, sum);
+      SetOfRow(kOfRow, sum);
     } else if constexpr (kKind == kAdagrad) {
-      Adagrad(g, weight);
+      Adagrad(g, read.of_column[0], weight);
     } else if constexpr (kKind == kMomentum || kKind == kNesterov) {
-      Momentum(g, weight);
+      Momentum(g, read.of_column[0], weight);
     } else if constexpr (kKind == kLars) {
-      Lars(g, weight);
+      Lars(g, read.of_column[0], weight);
     } else if constexpr (kKind == kAdam || kKind == kLamb) {
-      Adam(g, weight);
+      Adam(g, read.of_column[0], read.of_column[1], weight);
     } else {
-      PartialRowWise(g, weight, cut ? mean : MeanSquare(g));
+      PartialRowWise(g, read, weight, cut ? mean : MeanSquare(g));
     }
   }
 
  private:
-  // The place of the number of the row's last update, behind the rest of its state.
-  static constexpr bool kOnePerRow = kKind == kPartialRowWiseAdam || kKind == kPartialRowWiseLamb;
-  static constexpr int kLast = kKind == kSgd                      ? 0
-                               : kKind == kRowWiseAdagrad         ? 1
-                               : kOnePerRow                       ? kDim + 1
-                               : kKind == kAdam || kKind == kLamb ? 2 * kDim
-                                                                  : kDim;
-
   static TIERSTORE_DEVICE void Descend(float keep, float rate, const Columns& g, Columns& weight) {
     G::ForEach([=](float& w, const float& x) { w = keep * w - rate * x; }, weight, g);
   }
@@ -110,20 +129,14 @@ struct OptimizerOf {
     Descend(1.0f, s.lr * NormRatio(Norm(weight), Norm(g)), g, weight);
   }
 
-  // A float of the row's state, by its place there. No other thread reads it, since the first one writes it.
-  TIERSTORE_DEVICE float RowState(int at) const {
-    return G::FromFirst(updates && G::lane() == 0 ? Load(row + Row::kState + at) : 0.0f);
+  TIERSTORE_DEVICE void SetOfRow(int at, float value) const {
+    if (updates && G::lane() == 0) Store(state + at, value);
   }
-  TIERSTORE_DEVICE void SetRowState(int at, float value) const {
-    if (updates && G::lane() == 0) Store(row + Row::kState + at, value);
-  }
-  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? Row::State(row, at) : Columns{}; }
-  TIERSTORE_DEVICE void WriteState(int at, const Columns& state) const {
-    if (updates) Row::SetState(row, at, state);
+  TIERSTORE_DEVICE void WriteState(int at, const Columns& columns) const {
+    if (updates) Row::SetState(state + at, columns);
   }
 
-  TIERSTORE_DEVICE void Adagrad(const Columns& g, Columns& weight) const {
-    Columns sum = ReadState(0);
+  TIERSTORE_DEVICE void Adagrad(const Columns& g, Columns& sum, Columns& weight) const {
     G::ForEach(
         [&](float& w, float& sums, const float& x) {
           sums += x * x;
@@ -133,8 +146,7 @@ struct OptimizerOf {
     WriteState(0, sum);
   }
 
-  TIERSTORE_DEVICE void Momentum(const Columns& g, Columns& weight) const {
-    Columns m = ReadState(0);
+  TIERSTORE_DEVICE void Momentum(const Columns& g, Columns& m, Columns& weight) const {
     G::ForEach(
         [&](float& w, float& first, const float& x) {
           first = s.beta1 * first + s.rest1 * x;
@@ -144,10 +156,9 @@ struct OptimizerOf {
     WriteState(0, m);
   }
 
-  TIERSTORE_DEVICE void Lars(const Columns& g, Columns& weight) const {
+  TIERSTORE_DEVICE void Lars(const Columns& g, Columns& m, Columns& weight) const {
     const float weights = Norm(weight);
     const float rate = s.lr * NormRatio(weights, Norm(g) + s.decay * weights);
-    Columns m = ReadState(0);
     G::ForEach(
         [&](float& w, float& first, const float& x) {
           first = s.beta1 * first + rate * (x + s.decay * w);
@@ -157,8 +168,7 @@ struct OptimizerOf {
     WriteState(0, m);
   }
 
-  TIERSTORE_DEVICE void Adam(Columns& g, Columns& weight) const {
-    Columns m = ReadState(0), v = ReadState(kDim);
+  TIERSTORE_DEVICE void Adam(Columns& g, Columns& m, Columns& v, Columns& weight) const {
     G::ForEach(
         [&](float& w, float& first, float& second, float& x) {
           first = s.beta1 * first + s.rest1 * x;
@@ -176,11 +186,11 @@ struct OptimizerOf {
     if constexpr (kKind == kLamb) DescendByNorms(g, weight);
   }
 
-  TIERSTORE_DEVICE void PartialRowWise(Columns& g, Columns& weight, float mean_square) const {
-    const float v = s.beta2 * RowState(kDim) + s.rest2 * mean_square;
-    SetRowState(kDim, v);
+  TIERSTORE_DEVICE void PartialRowWise(Columns& g, State& read, Columns& weight, float mean_square) const {
+    const float v = s.beta2 * G::FromFirst(read.of_row) + s.rest2 * mean_square;
+    SetOfRow(kOfRow, v);
     const float rate = s.adam_lr / (Sqrt(v) * s.adam_inv_sqrt_v + s.eps);
-    Columns m = ReadState(0);
+    Columns& m = read.of_column[0];
     G::ForEach(
         [&](float& w, float& first, float& x) {
           first = s.beta1 * first + s.rest1 * x;

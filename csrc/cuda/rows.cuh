@@ -11,12 +11,19 @@ struct MovedWord {
   Word<4>* to;
 };
 
+TIERSTORE_DEVICE const Word<4>* WordAt(const float* row) { return reinterpret_cast<const Word<4>*>(row); }
+TIERSTORE_DEVICE Word<4>* WordAt(float* row) { return reinterpret_cast<Word<4>*>(row); }
+
+template <typename Float>
+TIERSTORE_DEVICE auto PlaceOf(const MovedRows<Float>& rows, int64_t item, int64_t word, int64_t head_words) {
+  const int64_t slot = rows.slots != nullptr ? Load(rows.slots + item) : item;
+  return word < head_words ? WordAt(rows.head + slot * rows.head_floats) + word
+                           : WordAt(rows.tail + slot * rows.tail_floats) + (word - head_words);
+}
+
 TIERSTORE_DEVICE MovedWord WordOfMove(const MoveRowsArgs& a, int64_t i) {
   const int64_t item = i / a.words, word = i - item * a.words;
-  const int64_t from = a.from_rows != nullptr ? Load(a.from_rows + item) : item;
-  const int64_t to = a.to_rows != nullptr ? Load(a.to_rows + item) : item;
-  return {reinterpret_cast<const Word<4>*>(a.from + from * a.from_floats) + word,
-          reinterpret_cast<Word<4>*>(a.to + to * a.to_floats) + word};
+  return {PlaceOf(a.from, item, word, a.head_words), PlaceOf(a.to, item, word, a.head_words)};
 }
 
 // The link to the host takes a microsecond for a word, and few blocks move rows. So each thread reads several

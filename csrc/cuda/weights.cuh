@@ -9,7 +9,7 @@ namespace tierstore::cuda {
 
 enum WeightType : int { kFloat32 = 0, kBfloat16 = 1, kHalf = 2 };  // kernels/rows.h
 
-// Where the state of a row begins, in floats.
+// Where the state of a row begins that has it behind its weights, in floats.
 TIERSTORE_DEVICE constexpr int64_t StateBegin(int type, int64_t dim) {
   return type == kFloat32 ? dim : (dim + 1) / 2;
 }
@@ -99,6 +99,14 @@ TIERSTORE_DEVICE Dice DiceOf(const RoundingArgs& a, int64_t u, int64_t step) {
           a.columns != nullptr ? static_cast<uint32_t>(Load(a.columns + table)) : 0};
 }
 
+// Weights of neighbouring columns, which one access moves.
+template <int kVec, int kType>
+struct alignas(2 * kVec) NarrowWord {
+  uint16_t v[kVec];
+};
+template <int kVec>
+struct NarrowWord<kVec, kFloat32> : Word<kVec> {};
+
 // A row of kDim weights of one type, and the words of it that a thread of its group has.
 template <int kDim, int kVec, int kType>
 struct TypedRow {
@@ -106,48 +114,60 @@ struct TypedRow {
   using Columns = typename G::Columns;
   static constexpr int kState = static_cast<int>(StateBegin(kType, kDim));
   static constexpr int kStateWord = kState % kVec == 0 ? kVec : 2;  // behind weights of 16 bits
-  struct alignas(2 * kVec) Shorts {
-    uint16_t v[kVec];
+  using Narrow = NarrowWord<kVec, kType>;
+
+  // A thread's weights as memory has them. To widen one is to wait for it, so that comes after all reads.
+  struct Packed {
+    Narrow w[G::kWords];
   };
 
-  static TIERSTORE_DEVICE Columns Weights(const float* row) {
-    if constexpr (kType == kFloat32) {
-      return G::Read(row);
-    } else {
-      Columns columns = {};
-      TIERSTORE_UNROLL
-      for (int i = 0; i < G::kWords; ++i) {
-        if (!G::Has(i)) continue;
-        const Shorts word = Load(reinterpret_cast<const Shorts*>(row) + i * G::kLanes + G::lane());
-        TIERSTORE_UNROLL
-        for (int j = 0; j < kVec; ++j) columns.w[i].v[j] = FromShort(kType, word.v[j]);
-      }
-      return columns;
+  template <Hint kHint = kCached>
+  static TIERSTORE_DEVICE Packed Read(const float* row) {
+    Packed packed = {};
+    TIERSTORE_UNROLL
+    for (int i = 0; i < G::kWords; ++i) {
+      if (G::Has(i))
+        packed.w[i] = Load<kHint>(reinterpret_cast<const Narrow*>(row) + i * G::kLanes + G::lane());
     }
+    return packed;
   }
+  static TIERSTORE_DEVICE Columns Widened(const Packed& packed) {
+    Columns columns;
+    TIERSTORE_UNROLL
+    for (int i = 0; i < G::kWords; ++i) {
+      TIERSTORE_UNROLL
+      for (int j = 0; j < kVec; ++j) {
+        if constexpr (kType == kFloat32) {
+          columns.w[i].v[j] = packed.w[i].v[j];
+        } else {
+          columns.w[i].v[j] = FromShort(kType, packed.w[i].v[j]);
+        }
+      }
+    }
+    return columns;
+  }
+  template <Hint kHint = kCached>
   static TIERSTORE_DEVICE void SetWeights(float* row, const Columns& columns, const Dice& dice) {
     if constexpr (kType == kFloat32) {
-      G::Write(row, columns);
+      G::template Write<kVec, kHint>(row, columns);
     } else {
       TIERSTORE_UNROLL
       for (int i = 0; i < G::kWords; ++i) {
         if (!G::Has(i)) continue;
         uint32_t thrown[kVec] = {};
         if (dice.are_thrown) dice.Throw(static_cast<uint32_t>((i * G::kLanes + G::lane()) * kVec), thrown);
-        Shorts word;
+        Narrow word;
         TIERSTORE_UNROLL
         for (int j = 0; j < kVec; ++j) word.v[j] = ToShort(kType, columns.w[i].v[j], dice, thrown[j]);
-        Store(reinterpret_cast<Shorts*>(row) + i * G::kLanes + G::lane(), word);
+        Store<kHint>(reinterpret_cast<Narrow*>(row) + i * G::kLanes + G::lane(), word);
       }
     }
   }
 
-  // State with a float per column, `at` floats behind the first one.
-  static TIERSTORE_DEVICE Columns State(const float* row, int at) {
-    return G::template Read<kStateWord>(row + kState + at);
-  }
-  static TIERSTORE_DEVICE void SetState(float* row, int at, const Columns& state) {
-    G::template Write<kStateWord>(row + kState + at, state);
+  // What the state of a row has for each column, from `at` on.
+  static TIERSTORE_DEVICE Columns State(const float* at) { return G::template Read<kStateWord>(at); }
+  static TIERSTORE_DEVICE void SetState(float* at, const Columns& state) {
+    G::template Write<kStateWord>(at, state);
   }
 };
 

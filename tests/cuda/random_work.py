@@ -25,14 +25,15 @@ Batch = tuple[core.LookupArgs, core.Bags, np.ndarray, int, tuple[np.ndarray, np.
 class RandomWork:
     """``rows`` on a fake GPU and ``host``, their twins. Slots are filled before they are used.
 
-    ``kind``: of the optimizer; ``dim``: 3, 8 or 20; ``weights``: the dtype.
+    ``kind``: of the optimizer; ``weights``: the dtype; ``dim``: 3, 8, 20 or 32. The GPU cuts rows of 32
+    columns if they have state.
     """
 
     def __init__(self, device: FakeDevice, dim: int, kind: int, seed: int, weights: str = "fp32") -> None:
         self.device, self.dim, self.kind, self.weights = device, dim, kind, weights
         self.random = np.random.default_rng(seed)
         self.row_bytes = RowFormat(weights).row_bytes(dim, Step(kind=kind).state_floats(dim))
-        self.rows: CudaRows = device.allocate(SLOTS, self.row_bytes, weights)
+        self.rows: CudaRows = device.allocate(SLOTS, self.row_bytes, weights, dim)
         self.host = core.HostRows(SLOTS, self.row_bytes, weights)
         self.committed = 0
         self.filled: set[int] = set()

@@ -29,6 +29,7 @@ from tierstore.cuda.streams import Operation, Stream, Streams
 from tierstore.modules import TieredEmbeddingBag
 
 LAYOUTS = [(3, 1), (8, 0), (8, 3), (20, 2), (3, 9, "fp16"), (8, 1, "bf16"), (20, 3, "fp16"), (20, 0, "bf16")]
+LAYOUTS += [(32, 0), (32, 1), (32, 3), (32, 1, "bf16"), (32, 8, "fp16")]  # weights of 64 and 128 bytes
 ROW = 48
 
 
@@ -315,7 +316,7 @@ def test_a_change_of_streams_without_a_wait_is_found() -> None:
         device = FakeDevice()
         rows, *_ = updates_by_two_streams(device)
         fake_gpu().run(device.stream(Stream.COMPUTE))
-        assert any("update_cold" in line and "not ordered after" in line for line in fake_gpu().wrong)
+        assert any("update_singles" in line and "not ordered after" in line for line in fake_gpu().wrong)
         device.abandon()
         del rows
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda.emulated import DIMS, Launch, hot_rows, library, vec_of
+from tests.cuda.emulated import DIMS, Launch, aligned, hot_rows, library, vec_of
 from tests.cuda.fake import fake_gpu
 from tests.kernels.kernel_batches import address, batches, counted_batch, make_rows, of, same_bits, steps
 from tests.kernels.kernel_oracle import PARTIAL_ADAM, Batch, Step
@@ -24,6 +25,7 @@ from tierstore.cuda.args import (
     InitRowsArgs,
     LookupPooledArgs,
     LookupRowsArgs,
+    MovedRows,
     MoveRowsArgs,
     RoundingArgs,
     RowsArgs,
@@ -34,7 +36,7 @@ from tierstore.cuda.args import (
 
 PROPERTY = settings(max_examples=40, deadline=None)
 SEEDS = st.integers(0, 2**32)
-some_batches = batches(st.sampled_from(DIMS))
+some_batches = st.one_of(batches(st.sampled_from(DIMS), longest) for longest in (1, 11))
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
@@ -42,31 +44,42 @@ def test_arguments_have_the_layout_of_the_source(struct: type[ctypes.Structure])
     assert ctypes.sizeof(struct) == library().size_of(struct.__name__.encode())
 
 
+def moved(
+    launch: Launch, name: str, parts: list[np.ndarray], slots: np.ndarray | None, head: int
+) -> ctypes.Structure:
+    """Rows in one array, of which ``head`` floats are moved first, or in two that are cut there."""
+    at = [launch.array(f"{name} {i}", part, writable=name == "target") for i, part in enumerate(parts)]
+    tail = at[1] if len(at) == 2 else (at[0] or 0) + 4 * head
+    floats = [part.shape[1] for part in parts]
+    return MovedRows(at[0], floats[0], tail, floats[-1], launch.array(f"slots of the {name}", slots))
+
+
 @PROPERTY
-@given(SEEDS, st.integers(1, 40), st.integers(1, 5))
+@given(SEEDS, st.integers(1, 40), st.integers(1, 4))
 def test_moves_between_arenas(seed: int, n: int, words: int) -> None:
     rng = np.random.default_rng(seed)
     source = rng.standard_normal((n + 3, 4 * (words + 1))).astype(np.float32)
-    for with_from, with_to in ((True, True), (False, True), (True, False)):
+    for with_from, with_to, head in itertools.product((True, False), (True, False), range(1, words + 1)):
         target = np.zeros((n + 5, 4 * (words + 2)), np.float32)
         take = rng.permutation(n + 3)[:n].astype(np.int32) if with_from else None
         put = rng.permutation(n + 5)[:n].astype(np.int32) if with_to else None
         launch = Launch(seed)
+        from_parts, to_parts = (
+            [aligned(part) for part in np.split(rows, [4 * head] if rng.random() < 0.5 else [], axis=1)]
+            for rows in (source, target)
+        )
         args = MoveRowsArgs(
-            launch.array("source", source),
-            source.shape[1],
-            launch.array("from_rows", take),
-            launch.array("target", target, writable=True),
-            target.shape[1],
-            launch.array("to_rows", put),
+            moved(launch, "source", from_parts, take, 4 * head),
+            moved(launch, "target", to_parts, put, 4 * head),
             n,
             words,
+            head,
         )
         launch("move_rows", args, of_layout=False)
         expected = np.zeros_like(target)
         at = np.arange(n) if put is None else put
         expected[at, : 4 * words] = source[np.arange(n) if take is None else take, : 4 * words]
-        np.testing.assert_array_equal(target, expected)
+        np.testing.assert_array_equal(np.concatenate(to_parts, axis=1), expected)
 
 
 @PROPERTY
@@ -91,6 +104,8 @@ def test_lookup_pooled(case: tuple, seed: int) -> None:
         launch.array("weights", batch.weights),
         launch.array("out", out, writable=True),
         launch.array("argmax", argmax, writable=True),
+        seed % 2,
+        0,
     )
     launch("lookup_pooled", args)
     same_bits(out, expected)
@@ -136,12 +151,12 @@ def updated(
 ) -> list[int]:
     """Update ``rows`` by the kernels; return the unique rows that were rejected."""
     start, positions = batch.csr
-    hot, pieces = hot_rows(start)
+    hot, pieces, num_long = hot_rows(start)
     rejected = np.zeros(len(batch.slots), np.uint8)
     partials = np.full((int(pieces[-1]), dim), np.nan, np.float32)
     dice = [rounding and getattr(rounding, name) for name in ("keys", "seeds", "columns")]
     args = UpdateArgs(
-        launch.rows(rows, writable=True),
+        launch.rows(rows, dim, writable=True),
         launch.array("slots", batch.slots),
         len(batch.slots),
         launch.array("csr_start", start),
@@ -150,16 +165,17 @@ def updated(
         _step_args(step),
         RoundingArgs(*(launch.array(f"dice {i}", array) for i, array in enumerate(dice))),
         check_finite,
-        0,
+        num_long,
         launch.array("rejected", rejected, writable=True),
         launch.array("squares", squares, writable=True),
         launch.array("means", means),
         launch.array("hot", hot),
         launch.array("hot_piece", pieces),
-        len(hot) - 1,
+        len(pieces) - 1,
         launch.array("partials", partials, writable=True),
     )
-    for kernel in ("update_cold", "update_pieces", "update_hot"):
+    cold = "update_singles" if launch.seed % 2 else "update_cold"
+    for kernel in (cold, "update_pieces", "update_hot"):
         launch(kernel, args)
     return np.flatnonzero(rejected).tolist()
 
@@ -235,9 +251,10 @@ def test_sequence_lookup_and_update(case: tuple, step: Step, gap: int, seed: int
 
 
 @pytest.mark.parametrize("dim", [3, 20, 64])
-@pytest.mark.parametrize("counts", [(255, 256, 257), (1, 1300, 2, 512, 0, 513)])
+@pytest.mark.parametrize("counts", [(255, 256, 257), (1, 1300, 2, 512, 0, 513), (31, 1, 32, 33, 0, 40)])
 @pytest.mark.parametrize("kind", [1, 3, 7, 9])
-def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int) -> None:
+@pytest.mark.parametrize("seed", [6, 7])  # which chooses the kernel of other rows
+def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int, seed: int) -> None:
     rng, step = np.random.default_rng(dim), Step(kind=kind)
     batch = counted_batch(rng, counts)
     before = make_rows(rng, len(counts), dim + step.state_floats(dim), special=False)
@@ -245,7 +262,7 @@ def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], 
     grad = rng.standard_normal((len(batch.inverse), dim)).astype(np.float32)
     expected, rows = before.copy(), before.copy()
     of(expected).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
-    launch = Launch(7, (dim, vec_of(dim)), kind)
+    launch = Launch(seed, (dim, vec_of(dim)), kind)
     grads = GradsArgs(launch.array("grad", grad), dim, None, None, None, None)
     updated(launch, rows, dim, batch, grads, step)
     same_bits(rows, expected)
@@ -318,8 +335,9 @@ def test_initial_values(dim: int, tables: list, cut: bool, seed: int) -> None:
     of(expected).initialise(values, slots, keys)
     launch = Launch(seed)
     args = InitRowsArgs(
-        launch.rows(rows, writable=True), launch.array("slots", slots), launch.array("keys", keys), len(keys),
-        dim, state, 0.5, 0, launch.array("kinds", kinds.astype(np.uint8)), launch.array("first", first),
+        launch.rows(rows, dim, writable=True), launch.array("slots", slots), launch.array("keys", keys),
+        len(keys), dim, state, rows.shape[1] - dim, 0.5, 0,
+        launch.array("kinds", kinds.astype(np.uint8)), launch.array("first", first),
         launch.array("second", second), launch.array("seeds", seeds), launch.array("columns", columns),
     )  # fmt: skip
     launch("init_rows", args, of_layout=False)
@@ -361,13 +379,16 @@ def test_a_row_that_two_threads_write_is_found() -> None:
     """Slots must not repeat; the emulator sees the race when they do."""
     rows, source = np.zeros((4, 4), np.float32), np.ones((2, 4), np.float32)
     launch = Launch(0)
+    twice = np.array([2, 2, 0, 0], np.int32)[:2].copy()
     args = MoveRowsArgs(
-        launch.array("source", source), 4, None, launch.array("rows", rows, writable=True), 4,
-        launch.array("to_rows", np.array([2, 2, 0, 0], np.int32)[:2].copy()), 2, 1,
-    )  # fmt: skip
-    assert "rows at byte 32, which another thread writes" in launch.run("move_rows", args, of_layout=False)
+        moved(launch, "source", [source], None, 4), moved(launch, "target", [rows], twice, 4), 2, 1, 1
+    )
+    assert "target 0 at byte 32, which another thread writes" in launch.run(
+        "move_rows", args, of_layout=False
+    )
 
 
 def test_unused_structs_are_whole() -> None:
-    assert ctypes.sizeof(RowsArgs) == 16
+    assert ctypes.sizeof(RowsArgs) == 32
+    assert ctypes.sizeof(MovedRows) == 40
     assert ctypes.sizeof(StepArgs) == 72

@@ -26,7 +26,7 @@ from tierstore.row_format import RowFormat
 
 DTYPES = ("bf16", "fp16")
 SEEDS_OF_TABLES = np.array([7, 2**63 + 5], np.uint64)
-some_batches = batches(st.sampled_from(DIMS_OF_16_BITS))
+some_batches = st.one_of(batches(st.sampled_from(DIMS_OF_16_BITS), longest) for longest in (1, 11))
 
 
 def roundings(rng: np.random.Generator, slots: int, cut: bool) -> core.UpdateRounding:
@@ -66,7 +66,7 @@ def test_lookups(case: tuple, dtype: str, seed: int) -> None:
     )
     pooled = LookupPooledArgs(
         gather, bags, launch.array("weights", batch.weights), out,
-        launch.array("argmax", argmax[1], writable=True),
+        launch.array("argmax", argmax[1], writable=True), seed % 2, 0,
     )  # fmt: skip
     launch("lookup_pooled", pooled)
     launch("lookup_rows", LookupRowsArgs(gather, n, sequence, dim))
@@ -113,8 +113,9 @@ def test_updates(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [3, 20, 64])
-def test_every_optimizer_rounds_hot_and_cold_rows(dim: int, dtype: str, kind: int) -> None:
-    """Rows of 1 to 1,300 positions, to the nearest value and at random."""
+@pytest.mark.parametrize("seed", [6, 7])
+def test_every_optimizer_rounds_hot_and_cold_rows(dim: int, dtype: str, kind: int, seed: int) -> None:
+    """Rows of 1 to 1,300 positions, to the nearest value and at random, by each kernel for cold rows."""
     counts = (1, 1300, 2, 255, 256, 0, 257)
     rng, step = np.random.default_rng(dim + kind), Step(kind=kind, step=3)
     batch = counted_batch(rng, counts)
@@ -126,7 +127,7 @@ def test_every_optimizer_rounds_hot_and_cold_rows(dim: int, dtype: str, kind: in
         expected, rows = before.copy(), before.copy()
         host = core.HostRows.view(expected, dtype)
         host.update_rows(batch.update_args(dim, step), grad.ctypes.data, dim, rounding)
-        launch = Launch(7, (dim, vec_of(dim)), kind, dtype)
+        launch = Launch(seed, (dim, vec_of(dim)), kind, dtype)
         grads = GradsArgs(launch.array("grad", grad), dim, None, None, None, None)
         updated(launch, rows, dim, batch, grads, step, rounding=rounding)
         same_rows(rows, expected, dim, state, dtype)
@@ -185,10 +186,11 @@ def test_initial_values(dim: int, cut: bool, dtype: str) -> None:
         columns=columns,
     )  # fmt: skip
     core.HostRows.view(expected, dtype).initialise(values, slots, keys)
-    launch = Launch(dim)
+    launch = Launch(dim, weights=dtype)
     args = InitRowsArgs(
-        launch.rows(rows, writable=True), launch.array("slots", slots), launch.array("keys", keys), len(keys),
-        dim, state, 0.5, WEIGHTS[dtype], launch.array("kinds", kinds), launch.array("first", first),
+        launch.rows(rows, dim, writable=True), launch.array("slots", slots), launch.array("keys", keys),
+        len(keys), dim, state, rows.shape[1] // 4 - (dim + 1) // 2, 0.5, WEIGHTS[dtype],
+        launch.array("kinds", kinds), launch.array("first", first),
         launch.array("second", second), launch.array("seeds", seeds), launch.array("columns", columns),
     )  # fmt: skip
     launch("init_rows", args, of_layout=False)

@@ -15,11 +15,11 @@ from tests.cuda.fake_torch import fake_torch
 from tests.cuda.test_modules_on_gpu import ints
 from tierstore import GpuError, TierConfig, TieredEmbeddingBag, TierFullError, optim
 
-ROWS, DIM, STEPS = 200, 8, 8
+ROWS, DIM, STEPS = 200, 32, 8  # each row is in two ranges of the GPU's memory
 COMMITS = (2, 5)
 """After these steps the rows are committed."""
 ALL = torch.arange(ROWS)
-TIERS = TierConfig(hbm="6KiB", uvm="4KiB", ssd="64MiB")
+TIERS = TierConfig(hbm="24KiB", uvm="16KiB", ssd="64MiB")
 CALLS = {
     "cuMemAlloc": 2, "cuMemHostAlloc": 2, "cuMemCreate": 2, "cuMemMap": 2, "cuMemSetAccess": 1,
     "cuMemGetInfo": 1, "cuModuleGetFunction": 2, "cuLaunchKernel": 701,

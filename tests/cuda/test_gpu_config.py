@@ -173,17 +173,17 @@ def test_a_kernel_that_fails_is_named_and_committed_rows_are_kept(tmp_path: Path
         table.commit()
         expected = table.rows(torch.arange(400))
         table(ids).sum().backward()
-        fake_gpu().fail_kernel("update_cold")
+        fake_gpu().fail_kernel("update_singles")
 
         def step() -> None:  # what the kernel was asked for is known later
             table(ids).sum().backward()
             table.rows(ids.view(-1))
 
-        with pytest.raises(GpuError, match=r"a kernel has failed .*update_cold.* last commit are safe"):
+        with pytest.raises(GpuError, match=r"a kernel has failed .*update_singles.* last commit are safe"):
             step()
-        with pytest.raises(GpuError, match="update_cold"):
+        with pytest.raises(GpuError, match="update_singles"):
             table(ids)
-        with pytest.raises(GpuError, match="update_cold"):
+        with pytest.raises(GpuError, match="update_singles"):
             table.close()
     with bag(config=config) as again:  # on the CPU
         assert torch.equal(again.rows(torch.arange(400)), expected)

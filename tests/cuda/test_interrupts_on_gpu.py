@@ -99,7 +99,7 @@ def test_a_launch_that_fails_before_rows_change_ends_the_update(after: int) -> N
         out = module(keyed(1)).values().sin().sum()
         launched = fake_gpu().counts["launches"]
         fake_gpu().fail("cuLaunchKernel", 701, after)
-        with pytest.raises(GpuError, match=f"cuLaunchKernel of {['bag_shares', 'update_cold'][after]}"):
+        with pytest.raises(GpuError, match=f"cuLaunchKernel of {['bag_shares', 'update_singles'][after]}"):
             out.backward()
         assert fake_gpu().counts["launches"] == launched + after
         assert is_state(module, 1)

@@ -23,7 +23,7 @@ from tests.cuda.module_runs import (
 from tests.cuda.test_modules_on_gpu import same
 
 
-@pytest.mark.parametrize("dim", [3, 8])
+@pytest.mark.parametrize("dim", [3, 8, 32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_the_host(name: str, dim: int) -> None:
     with fake_torch("random", seed=dim):
@@ -35,7 +35,7 @@ def test_every_optimizer_has_the_bits_of_the_host(name: str, dim: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_rounds_as_the_host(name: str, dtype: str, random: bool) -> None:
-    for dim in (3, 8):
+    for dim in (3, 8, 32):
         with fake_torch("random", seed=dim):
             found = optimizer_run(name, dim, "cuda:0", dtype, random)
         assert found[0].dtype is found[6].dtype is DTYPES[dtype]

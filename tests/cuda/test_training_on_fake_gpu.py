@@ -16,15 +16,16 @@ from tests.cuda.fake_torch import GpuTensor, fake_torch
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 
 DIM = 8
+DIM_OF_CUT_ROWS = 32  # whose weights a GPU keeps apart
 COUNTED = ("row_hits", "row_misses", "access_hits", "evicted_rows", "overflow_rows", "initialised_rows")
 
 
-def trained(prefetch: bool, config: TierConfig) -> tuple[list[torch.Tensor], list[int]]:
+def trained(prefetch: bool, config: TierConfig, dim: int) -> tuple[list[torch.Tensor], list[int]]:
     """Outputs and rows of a training whose tiers are too small, and its counters."""
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(400, (8, 3), generator=generator) for _ in range(20)]
     optimizer = optim.RowWiseAdagrad(lr=0.1)
-    with TieredEmbeddingBag(400, DIM, mode="sum", config=config, optimizer=optimizer) as table:
+    with TieredEmbeddingBag(400, dim, mode="sum", config=config, optimizer=optimizer) as table:
         found = []
         for ids in tierstore.prefetch(batches, table, depth=2, window=4) if prefetch else batches:
             weights = torch.rand(ids.shape, generator=generator, requires_grad=True)
@@ -59,6 +60,8 @@ CONFIGS = {
     ),
     "overflow": TierConfig(hbm="3KiB", uvm="4KiB", ssd="1GiB", engine="memory"),
     "hbm alone": TierConfig(hbm="64KiB"),
+    "cut rows": TierConfig(hbm="24KiB", uvm="18KiB", ssd="1GiB", engine="memory"),
+    "cut rows, encoded": TierConfig(hbm="24KiB", ssd="1GiB", engine="memory", ssd_dtype="int8"),
 }  # fmt: skip
 ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 
@@ -67,10 +70,11 @@ ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -> None:
+    dim = DIM_OF_CUT_ROWS if config.startswith("cut") else DIM
     if (config, prefetch) not in ON_HOST:
-        ON_HOST[config, prefetch] = trained(prefetch, replace(CONFIGS[config], uvm_kind="pinned"))
+        ON_HOST[config, prefetch] = trained(prefetch, replace(CONFIGS[config], uvm_kind="pinned"), dim)
     with fake_torch(order, seed=7):
-        outputs, counts = trained(prefetch, replace(CONFIGS[config], device="cuda:0"))
+        outputs, counts = trained(prefetch, replace(CONFIGS[config], device="cuda:0"), dim)
         launches = fake_gpu().counts["launches"]
     expected, expected_counts = ON_HOST[config, prefetch]
     assert launches > 50

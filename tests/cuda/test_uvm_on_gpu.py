@@ -21,7 +21,7 @@ from tierstore.cuda.streams import Stream
 from tierstore.cuda.uvm import UvmRows
 
 KINDS = ["pinned", "managed"]
-ROW, SLOTS, DIM = 48, 40, 8
+ROW, SLOTS, DIM = 144, 40, 32  # the GPU cuts such rows; those of uvm and on their way are whole
 PAGE = 2 << 20
 
 
@@ -38,8 +38,8 @@ class Hierarchy:
 
     def __init__(self, device: FakeDevice, kind: str, seed: int) -> None:
         self.device, self.random = device, np.random.default_rng(seed)
-        self.hbm, self.staging = device.allocate(SLOTS, ROW), device.staging(SLOTS, ROW)
-        self.uvm: UvmRows = device.uvm(kind).allocate(SLOTS, ROW)
+        self.hbm, self.staging = device.allocate(SLOTS, ROW, dim=DIM), device.staging(SLOTS, ROW)
+        self.uvm: UvmRows = device.uvm(kind).allocate(SLOTS, ROW, dim=DIM)
         self.host_hbm, self.host_uvm = core.HostRows(SLOTS, ROW), core.HostRows(SLOTS, ROW)
         for rows in (self.hbm, self.uvm, self.staging, self.host_hbm, self.host_uvm):
             rows.commit(SLOTS)

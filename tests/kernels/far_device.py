@@ -149,6 +149,9 @@ class FarDevice:
     def ready_updates(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:
         return nullcontext(HostUpdates(updates))
 
+    def stage(self, *arrays: object) -> object:
+        return None
+
     def takes(self, rows: object) -> bool:
         return isinstance(rows, FarRows)
 
@@ -161,7 +164,7 @@ class FarDevice:
     def close(self) -> None:
         """Do nothing."""
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> FarRows:
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> FarRows:
         return FarRows(slots, row_bytes, self.log, weights)
 
     def load(self, rows: Array, weights: str = "fp32") -> FarRows:

@@ -41,15 +41,15 @@ def counted_batch(rng: np.random.Generator, counts: Sequence[int]) -> Batch:
 
 @st.composite
 def batches(
-    draw: st.DrawFn, dims: st.SearchStrategy[int] = DIMS
+    draw: st.DrawFn, dims: st.SearchStrategy[int] = DIMS, longest: int = 11
 ) -> tuple[np.random.Generator, int, int, Batch, int]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     dim = draw(dims)
     features = draw(st.integers(1, 4))
     bags_per_feature = rng.integers(0, 6, features)
-    lengths = rng.integers(0, draw(st.integers(1, 12)), bags_per_feature.sum())
+    lengths = rng.integers(0, 1 + draw(st.integers(0 if longest > 1 else 1, longest)), bags_per_feature.sum())
     n = int(lengths.sum())
-    num_unique = draw(st.integers(1, 12))
+    num_unique = 1 + draw(st.integers(0 if longest > 1 else 1, longest))
     inverse = rng.integers(0, num_unique, n).astype(np.int32)
     inverse[rng.random(n) < draw(st.sampled_from([0.0, 0.3]))] = -1
     num_slots = num_unique + draw(st.integers(0, 9))

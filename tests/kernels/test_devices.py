@@ -22,7 +22,7 @@ from tierstore.cache.tiers.protocol import Tier
 from tierstore.cache.tiers.registry import TierRequest
 from tierstore.errors import ConfigError
 
-SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
+SLOTS, ROW, DIM = 64, 144, 32  # weights that a GPU keeps apart, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}
 
 
@@ -62,7 +62,7 @@ def read(rows: DeviceRows, at: np.ndarray) -> np.ndarray:
 
 
 def filled(device: Device, count: int = 16) -> tuple[DeviceRows, np.ndarray]:
-    rows, data = device.allocate(SLOTS, ROW), some_rows(count)
+    rows, data = device.allocate(SLOTS, ROW, dim=DIM), some_rows(count)
     rows.commit(count)
     rows.copy_in(np.arange(count, dtype=np.int32), data)
     return rows, data
@@ -138,7 +138,7 @@ def test_a_device_has_a_name_and_memory(device: Device) -> None:
 def test_rows_of_uvm_come_and_go(device: Device, kind: str) -> None:
     """To where lookups take them, and back, with what the host reads and writes beside."""
     (rows, data), place = filled(device), device.uvm(kind)
-    uvm, staging = place.allocate(SLOTS, ROW), place.staging(SLOTS, ROW)
+    uvm, staging = place.allocate(SLOTS, ROW, dim=DIM), place.staging(SLOTS, ROW)
     uvm.commit(16)
     assert place.takes(rows)
     uvm.copy_rows(slots(4, 15, 0), rows, slots(1, 2, 3))
@@ -277,7 +277,9 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
 
 def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
     """A row in an overflow slot goes to the slot that a later plan gives it, when no lookup uses it there."""
-    tier = MemoryTier("hbm", TierPlan(16, False, device=device), ROW, "lru", tables=1, admission="always")
+    tier = MemoryTier(
+        "hbm", TierPlan(16, False, device=device, dim=DIM), ROW, "lru", tables=1, admission="always"
+    )
     keys, data = np.arange(20, dtype=np.uint64), some_rows(20)
     plan = tier.native.begin(keys, None, 0)
     tier.evict(0, plan)
@@ -329,7 +331,7 @@ def outputs(prefetch: bool) -> list[torch.Tensor]:
     batches = [torch.randint(400, (30, 3), generator=generator) for _ in range(12)]
     config = TierConfig(hbm="4KiB", uvm="8KiB", ssd="1GiB", engine="memory")
     with TieredEmbeddingBag(
-        400, DIM, mode="sum", config=config, optimizer=optim.RowWiseAdagrad(lr=0.1)
+        400, 8, mode="sum", config=config, optimizer=optim.RowWiseAdagrad(lr=0.1)
     ) as table:
         found = []
         for ids in tierstore.prefetch(batches, table, depth=2, window=4) if prefetch else batches:

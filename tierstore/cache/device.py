@@ -199,8 +199,10 @@ class Device(Protocol):
         """
         ...
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:
         """Return room for ``slots`` rows with ``weights`` of this dtype, none of which has memory yet.
+
+        ``dim``: the columns of every row, for a device that arranges rows by them; 0: not known.
 
         Raises ``tierstore._core.AddressSpaceError``.
         """
@@ -275,7 +277,7 @@ class HostDevice:
     def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:
         return HostRows(slots, row_bytes, weights)
 
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:

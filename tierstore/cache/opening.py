@@ -192,6 +192,7 @@ class GroupOpening:
             codecs=self._codecs(codec),
             tables=len(self._tables),
             weights=layout.weights,
+            dim=layout.dim,
             slots=slots,
             store=store,
             read_ahead_bytes=0 if store is None or not hbm.evicts else self._read_ahead_bytes(name),

@@ -14,16 +14,25 @@ def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names]
 
 
-RowsArgs = _struct("RowsArgs", *_pointers("base"), ("row_floats", c_int64))
+RowsArgs = _struct(
+    "RowsArgs",
+    *_pointers("weights"),
+    ("weight_floats", c_int64),
+    *_pointers("state"),
+    ("state_floats", c_int64),
+)
+MovedRows = _struct(
+    "MovedRows",
+    *_pointers("head"),
+    ("head_floats", c_int64),
+    *_pointers("tail"),
+    ("tail_floats", c_int64),
+    *_pointers("slots"),
+)
 MoveRowsArgs = _struct(
     "MoveRowsArgs",
-    *_pointers("source"),
-    ("from_floats", c_int64),
-    *_pointers("from_rows", "target"),
-    ("to_floats", c_int64),
-    *_pointers("to_rows"),
-    ("n", c_int64),
-    ("words", c_int64),
+    *(("source", MovedRows), ("target", MovedRows)),
+    *(("n", c_int64), ("words", c_int64), ("head_words", c_int64)),
 )
 GatherArgs = _struct("GatherArgs", ("rows", RowsArgs), *_pointers("slots", "inverse"))
 BagsArgs = _struct(
@@ -35,7 +44,12 @@ BagsArgs = _struct(
     *_pointers("out_offset", "out_stride", "poolings"),
 )
 LookupPooledArgs = _struct(
-    "LookupPooledArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("weights", "out", "argmax")
+    "LookupPooledArgs",
+    ("gather", GatherArgs),
+    ("bags", BagsArgs),
+    *_pointers("weights", "out", "argmax"),
+    ("are_short", c_int32),
+    ("unused", c_int32),
 )
 LookupRowsArgs = _struct(
     "LookupRowsArgs", ("gather", GatherArgs), ("n", c_int64), *_pointers("out"), ("out_stride", c_int64)
@@ -78,7 +92,7 @@ UpdateArgs = _struct(
     ("step", StepArgs),
     ("rounding", RoundingArgs),
     ("check_finite", c_int32),
-    ("unused", c_int32),
+    ("num_long", c_int32),
     *_pointers("rejected", "squares", "means", "hot", "hot_piece"),
     ("num_hot", c_int64),
     *_pointers("partials"),
@@ -90,6 +104,7 @@ InitRowsArgs = _struct(
     ("n", c_int64),
     ("dim", c_int64),
     ("state_floats", c_int64),
+    ("behind", c_int64),
     ("state_value", c_float),
     ("weights", c_int32),
     *_pointers("kinds", "first", "second", "seeds", "columns"),

@@ -19,6 +19,13 @@ from tierstore.cuda.staged import Indices, Staged
 from tierstore.cuda.streams import Operation, Stream
 from tierstore.cuda.updates import GradientsOf, RowUpdate, bag_arrays, bags_args, one_operation
 
+_ROWS_OF_GROUP = 4
+"""Rows that a group of threads copies at once (csrc/cuda/lookup.cuh)."""
+_SHORT_BAGS_OF_GROUP = 8
+"""Bags that a group of threads pools at once where most have a position at most (csrc/cuda/lookup.cuh)."""
+_POSITIONS_OF_SHORT_BAGS = 1.5
+"""So many positions has an average bag at most where they count as short."""
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -59,8 +66,11 @@ class CudaRows(GpuRows):
         staged = self._checked(args, bags)
         part = self._part(args.dim, _vec(args.dim, out_addr, bags.out_offset, bags.out_stride))
         with self._looking_up(part, "lookup_pooled", args, bags, staged) as (compute, gather, bag_args):
-            given = LookupPooledArgs(gather, bag_args, weights_addr, out_addr, argmax_addr)
-            self._launch(compute, part, "lookup_pooled", given, len(bags.offsets) - 1)
+            num_bags, lanes = len(bags.offsets) - 1, lanes_of(args.dim, part.vec or 0)
+            are_short = len(args.inverse) <= _POSITIONS_OF_SHORT_BAGS * num_bags
+            of_group = min(lanes, _SHORT_BAGS_OF_GROUP) if are_short else 1
+            given = LookupPooledArgs(gather, bag_args, weights_addr, out_addr, argmax_addr, are_short, 0)
+            self._launch(compute, part, "lookup_pooled", given, -(-num_bags // of_group))
 
     def lookup_rows(self, args: LookupArgs, out_addr: int, out_stride: int) -> None:
         staged = self._checked(args)
@@ -68,7 +78,7 @@ class CudaRows(GpuRows):
         part = self._part(args.dim, _vec(args.dim, out_addr, out_stride))
         with self._looking_up(part, "lookup_rows", args, None, staged) as (compute, gather, _):
             given = LookupRowsArgs(gather, len(args.inverse), out_addr, out_stride)
-            self._launch(compute, part, "lookup_rows", given, len(args.inverse))
+            self._launch(compute, part, "lookup_rows", given, -(-len(args.inverse) // _ROWS_OF_GROUP))
 
     def weight_grads(self, args: LookupArgs, bags: Bags, grad_addr: int, out_addr: int) -> None:
         staged = self._checked(args, bags)
@@ -88,7 +98,7 @@ class CudaRows(GpuRows):
         arrays = [args.slots, args.inverse, *([] if bags is None else bag_arrays(bags))]
         with self.indices(*arrays, staged=staged) as indices, self._computing(args.slots, indices) as compute:
             slots, inverse, *of_bags = indices.addresses
-            gather = GatherArgs(self.rows_args, slots, inverse)
+            gather = GatherArgs(self.rows_args(args.dim), slots, inverse)
             yield compute, gather, None if bags is None else bags_args(bags, of_bags)
 
     @contextmanager

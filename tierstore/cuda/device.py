@@ -21,16 +21,20 @@ from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
+from tierstore.cuda.places import Tail
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Slots, Touched
 from tierstore.cuda.staged import Constant, Staged
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.cuda.updates import RowUpdate, RowUpdates, one_operation
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
 from tierstore.errors import GpuError
+from tierstore.row_format import RowFormat
 
-_MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
+_UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 41, 75, 76, 102
 _CONCURRENT_MANAGED_ACCESS, _HOST_POINTERS = 89, 91
 _STAGING_BLOCKS = 2
+MEMORY_UNIT = 64
+"""Bytes of a GPU's memory that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class CudaDevice:
         ):
             if not self.attribute(attribute):
                 raise GpuError(f"GPU {index} lacks {what}, which tierstore needs; use another GPU")
-        major, minor, multiprocessors = map(self.attribute, (_MAJOR, _MINOR, _MULTIPROCESSORS))
+        major, minor = map(self.attribute, (_MAJOR, _MINOR))
         self.streams = Streams(driver, self.number, compute_stream)
         cubins = Cubins(
             10 * major + minor, lambda: open_nvrtc(driver.version // 1000, libraries.nvrtc), libraries.cache
@@ -106,7 +110,7 @@ class CudaDevice:
         """Give the memory of allocated rows back, when the rows are gone or the device is closed."""
         self.parts = Parts(
             self.streams,
-            Kernels(self.streams, cubins, multiprocessors),
+            Kernels(self.streams, cubins),
             indices=Blocks(self.streams, with_device=True),
             arriving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
             leaving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
@@ -132,11 +136,17 @@ class CudaDevice:
         with self.streams.calls():
             return self.streams.driver.memory()
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> CudaRows:
-        """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> CudaRows:
+        """Return room for rows. Raises ``tierstore._core.AddressSpaceError``.
+
+        Weights that fill units of memory are kept apart from the state, so that no unit has some of both.
+        """
         self.check(slots, row_bytes, weights)
-        arena = Arena(self.streams, self.number, slots * row_bytes)
-        return self.closing(CudaRows(self.parts, arena, slots, row_bytes, weights), arena.close)
+        head = RowFormat(weights).weights_end(dim)
+        is_cut = 0 < head < row_bytes and head % MEMORY_UNIT == 0
+        arena = Arena(self.streams, self.number, slots * row_bytes, row_bytes, [head] if is_cut else [])
+        tail = Tail(arena.tail, head) if is_cut else None
+        return self.closing(CudaRows(self.parts, arena, slots, row_bytes, weights, tail), arena.close)
 
     def closing(self, rows: AnyRows, close: Callable[[Callable[[], Sequence[int]]], None]) -> AnyRows:
         """Return ``rows``, whose memory ``close`` gives back: when they are gone or the device is closed."""
@@ -273,8 +283,8 @@ class UvmDevice:
         """Load the GPU's kernels, as :meth:`CudaDevice.prepare` does."""
         self._gpu.prepare(rows)
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> UvmRows:
-        """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> UvmRows:
+        """Return room for rows, each in one piece. Raises ``tierstore._core.AddressSpaceError``."""
         gpu = self._gpu
         gpu.check(slots, row_bytes, weights)
         size = slots * row_bytes

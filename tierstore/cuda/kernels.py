@@ -15,7 +15,7 @@ THREADS = 256  # of a block: what csrc/cuda/kernels.cu is compiled for
 _WARP = 32
 _BLOCKS_OF_MOVES = 16
 """A move leaves the other multiprocessors to the kernels that compute."""
-_BLOCKS_PER_MULTIPROCESSOR = 8
+_MOST_BLOCKS = (1 << 31) - 1
 
 
 def lanes_of(dim: int, vec: int) -> int:
@@ -27,11 +27,10 @@ def lanes_of(dim: int, vec: int) -> int:
 
 
 class Kernels:
-    """The kernels on one GPU with so many ``multiprocessors``."""
+    """The kernels on one GPU."""
 
-    def __init__(self, streams: Streams, cubins: Cubins, multiprocessors: int) -> None:
+    def __init__(self, streams: Streams, cubins: Cubins) -> None:
         self._streams, self._cubins = streams, cubins
-        self._max_blocks = multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
         self._lock = threading.Lock()
         self._modules: dict[Part, int] = {}
         self._functions: dict[tuple[Part, str], int] = {}
@@ -80,7 +79,7 @@ class Kernels:
         """Return the native call that :meth:`launch` makes, or none for no threads."""
         if threads <= 0:
             return []
-        most = _BLOCKS_OF_MOVES if operation.stream else self._max_blocks
+        most = _BLOCKS_OF_MOVES if operation.stream else _MOST_BLOCKS
         blocks = min(-(-threads // THREADS), most)
         pointers = (c_void_p * 1)(ctypes.addressof(args))
         pointers.kept = args  # type: ignore[attr-defined]  # which an array of addresses does not keep

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from ctypes import byref
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +46,7 @@ class _Piece:
     handle: int
 
 
-class Arena:
+class _Range:
     """Address space on a GPU whose first part has memory."""
 
     def __init__(self, streams: Streams, device: int, size: int) -> None:
@@ -53,16 +54,11 @@ class Arena:
         self._location = MemoryLocation(_DEVICE, device)
         self._properties = AllocationProperties(type=_PINNED, location=self._location)
         self._pieces: list[_Piece] = []
-        self._committed = 0
-        self._unwanted: tuple[int, Sequence[int]] | None = None
         driver, granularity = streams.driver, ctypes.c_size_t()
-        with streams.calls():
-            driver.call(
-                "cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), _MINIMUM
-            )
-            self._granularity = granularity.value
-            self._size = self._rounded(size)
-            self.base = driver.address("cuMemAddressReserve", self._size, 0, 0, 0)
+        driver.call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), _MINIMUM)
+        self._granularity = granularity.value
+        self._size = self._rounded(size)
+        self.base = driver.address("cuMemAddressReserve", self._size, 0, 0, 0)
 
     def _rounded(self, size: int) -> int:
         return size + -size % self._granularity
@@ -72,30 +68,13 @@ class Arena:
         """The bytes from ``base`` on that have memory."""
         return self._pieces[-1].begin + self._pieces[-1].size if self._pieces else 0
 
-    def commit(self, size: int) -> None:
-        """Give the first ``size`` bytes memory, except what was discarded.
+    def lacks(self, end: int) -> int:
+        """Return how many bytes have to be mapped for those before ``end`` to have memory."""
+        return max(0, self._rounded(end) - self.mapped)
 
-        Raises ``AddressSpaceError`` and changes nothing if the GPU has not so much.
-        """
-        with self._streams.lock:
-            if size > self._committed:
-                self.ensure(size)
-                self._committed = size
-            self._discard_unwanted()
-
-    def ensure(self, end: int) -> None:
-        """Give the bytes before ``end`` memory, those that were discarded included. Raises as
-        :meth:`commit`."""
-        if self._unwanted is not None and end > self._unwanted[0]:
-            self._unwanted = None
-        if (more := self._rounded(end) - self.mapped) > 0:
-            with self._streams.lock, self._streams.calls():
-                self._map(more)
-
-    def _map(self, size: int) -> None:
+    def map(self, size: int) -> None:
+        """Give ``size`` more bytes memory. Raises ``AddressSpaceError``; then nothing has changed."""
         driver, begin = self._streams.driver, self.mapped
-        if size > driver.memory()[0]:
-            raise AddressSpaceError(_too_little(self._streams, size))
         try:
             handle = driver.address("cuMemCreate", size, byref(self._properties), 0)
         except CallError as refused:
@@ -111,9 +90,96 @@ class Arena:
             undo.pop_all()
         self._pieces.append(_Piece(begin, size, handle))
 
+    def unmap(self, begin: int) -> None:
+        """Take the memory of the pieces that begin at ``begin`` or behind it."""
+        driver = self._streams.driver
+        while self._pieces and self._pieces[-1].begin >= begin:
+            piece = self._pieces.pop()
+            driver.call("cuMemUnmap", self.base + piece.begin, piece.size)
+            driver.call("cuMemRelease", piece.handle)
+
+    def free(self) -> None:
+        """Give everything back."""
+        self.unmap(0)
+        self._streams.driver.call("cuMemAddressFree", self.base, self._size)
+
+
+class Arena:
+    """Memory of rows on a GPU, of which the first ``size`` bytes can be had. Every row is cut at the bytes
+    ``cuts``: its parts are in address spaces of their own, which grow and shrink together."""
+
+    def __init__(
+        self, streams: Streams, device: int, size: int, row_bytes: int, cuts: Sequence[int] = ()
+    ) -> None:
+        self._streams, self._row_bytes = streams, row_bytes
+        self._committed = 0
+        self._unwanted: tuple[int, Sequence[int]] | None = None
+        self._parts = [end - begin for begin, end in pairwise((0, *cuts, row_bytes))]
+        self._ranges: list[_Range] = []
+        with streams.calls(), ExitStack() as undo:
+            for part in self._parts:
+                made = _Range(streams, device, size // row_bytes * part)
+                undo.callback(made.free)
+                self._ranges.append(made)
+            undo.pop_all()
+
+    @property
+    def base(self) -> int:
+        """The address of the first part of the first row."""
+        return self._ranges[0].base
+
+    @property
+    def tail(self) -> int:
+        """The address of the last part of the first row."""
+        return self._ranges[-1].base
+
+    @property
+    def mapped(self) -> int:
+        """The bytes of rows that have memory."""
+        return min(
+            r.mapped * self._row_bytes // part for r, part in zip(self._ranges, self._parts, strict=True)
+        )
+
+    def commit(self, size: int) -> None:
+        """Give the rows in the first ``size`` bytes memory, except what was discarded.
+
+        Raises ``AddressSpaceError`` and changes nothing if the GPU has not so much.
+        """
+        with self._streams.lock:
+            if size > self._committed:
+                self.ensure(size)
+                self._committed = size
+            self._discard_unwanted()
+
+    def ensure(self, end: int) -> None:
+        """Give the rows before byte ``end`` memory, those that were discarded included. Raises as
+        :meth:`commit`."""
+        with self._streams.lock:
+            lacks = [r.lacks(part) for r, part in self._parts_before(end)]
+            if any(lacks):
+                self._map(lacks)
+            if self._unwanted is not None and end > self._unwanted[0]:
+                self._unwanted = None
+
+    def _parts_before(self, end: int) -> Iterator[tuple[_Range, int]]:
+        """Yield each range and how many of its bytes are of rows before byte ``end``."""
+        for found, part in zip(self._ranges, self._parts, strict=True):
+            yield found, end // self._row_bytes * part
+
+    def _map(self, sizes: Sequence[int]) -> None:
+        with self._streams.calls(), ExitStack() as undo:
+            if sum(sizes) > self._streams.driver.memory()[0]:
+                raise AddressSpaceError(_too_little(self._streams, sum(sizes)))
+            for one, size in zip(self._ranges, sizes, strict=True):
+                if size:
+                    begin = one.mapped
+                    one.map(size)
+                    undo.callback(one.unmap, begin)
+            undo.pop_all()
+
     def discard(self, begin: int, marks: Sequence[int]) -> None:
-        """Give memory from ``begin`` on back, which the operations ``marks`` touch last: now if they are
-        done, else at a later call."""
+        """Give memory of the rows from byte ``begin`` on back, which the operations ``marks`` touch last: now
+        if they are done, else at a later call."""
         with self._streams.lock:
             self._unwanted = begin, marks
             self._discard_unwanted()
@@ -121,15 +187,9 @@ class Arena:
     def _discard_unwanted(self) -> None:
         if self._unwanted is not None and all(map(self._streams.is_done, self._unwanted[1])):
             with self._streams.calls():
-                self._unmap(self._unwanted[0])
+                for found, begin in self._parts_before(self._unwanted[0]):
+                    found.unmap(begin)
             self._unwanted = None
-
-    def _unmap(self, begin: int) -> None:
-        driver = self._streams.driver
-        while self._pieces and self._pieces[-1].begin >= begin:
-            piece = self._pieces.pop()
-            driver.call("cuMemUnmap", self.base + piece.begin, piece.size)
-            driver.call("cuMemRelease", piece.handle)
 
     def close(self, marks: Callable[[], Sequence[int]]) -> None:
         """Wait for the last operations, ``marks()``, and give everything back; after a failure nothing can
@@ -140,8 +200,8 @@ class Arena:
             for mark in marks():
                 self._streams.synchronize(mark)
             with self._streams.lock, self._streams.calls():
-                self._unmap(0)
-                self._streams.driver.call("cuMemAddressFree", self.base, self._size)
+                for found in self._ranges:
+                    found.free()
 
 
 class Block:

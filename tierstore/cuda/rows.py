@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from ctypes import Structure
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import HostRows, InitialValues, RowCodec, SlotMarks
-from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MoveRowsArgs, RowsArgs
+from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MoveRowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Block, Blocks
+from tierstore.cuda.places import Memory, Places, Tail
 from tierstore.cuda.staged import Indices, Staged, StagedLookups
 from tierstore.cuda.streams import NOTHING, Operation, Stream, Streams
 from tierstore.row_format import WIDE, RowFormat
@@ -26,22 +26,6 @@ RowBytes = NDArray[np.uint8]
 ANY_LAYOUT = Part()
 STAGING_BYTES = 4 << 20
 """Bytes of rows on their way in one direction; two such blocks take turns."""
-
-
-class Memory(Protocol):
-    """Memory of rows; memory.Arena is the usual one."""
-
-    @property
-    def base(self) -> int: ...
-
-    @property
-    def mapped(self) -> int: ...
-
-    def commit(self, size: int) -> None: ...
-
-    def ensure(self, end: int) -> None: ...
-
-    def discard(self, begin: int, marks: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -124,18 +108,25 @@ class GpuRows:
     """The stream in which rows of other arrays come here."""
 
     def __init__(
-        self, parts: Parts, memory: Memory, slots: int, row_bytes: int, weights: str = WIDE.weights
+        self,
+        parts: Parts,
+        memory: Memory,
+        slots: int,
+        row_bytes: int,
+        weights: str = WIDE.weights,
+        tail: Tail | None = None,
     ) -> None:
         self.row_bytes = row_bytes
         self.weights = weights
         self.parts, self._memory, self._slots = parts, memory, slots
+        self._format = RowFormat(weights)
+        self._places = Places(memory.base, row_bytes, tail)
         self._has_discarded = False
         self.touched = Touched(parts.streams, slots)
 
-    @property
-    def rows_args(self) -> Structure:
-        """The kernels' argument for the rows."""
-        return RowsArgs(self._memory.base, self.row_bytes // 4)
+    def rows_args(self, dim: int) -> Structure:
+        """Return the kernels' argument for the rows, of ``dim`` columns."""
+        return self._places.of_kernels(self._format.weights_end(dim))
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -212,13 +203,14 @@ class GpuRows:
         self.parts.kernels.load(ANY_LAYOUT, "move_rows")
         with self._moving(Stream.UP, [source, target]) as (up, indices):
             from_rows, to_rows = indices.addresses
-            base, floats = self._memory.base, self.row_bytes // 4
-            self._launch_move(up, (base, from_rows), (base, to_rows), len(source), floats)
+            self._launch_move(up, (self._places, from_rows), (self._places, to_rows), len(source))
 
     def copy_rows(self, slots: Slots, rows: GpuRows, source: Slots) -> None:
         """Copy the row at ``source[i]`` of other rows of the device to ``slots[i]``."""
         _require(len(source) == len(slots), "source and slots differ in length")
         _require(rows.row_bytes == self.row_bytes, "the other rows are not as long")
+        tails = [places.tail.head_bytes for places in (self._places, rows._places) if places.tail is not None]
+        _require(len(set(tails)) < 2, "the other rows do not have as many weights")
         if not len(slots):
             return
         self.parts.kernels.load(ANY_LAYOUT, "move_rows")
@@ -229,19 +221,19 @@ class GpuRows:
             rows._touch(arrival, source)
             arrival.copy(indices.block.device, indices.block.address, indices.size)
             to_rows, from_rows = indices.addresses
-            came_from, target = (rows._memory.base, from_rows), (self._memory.base, to_rows)
-            self._launch_move(arrival, came_from, target, len(slots), self.row_bytes // 4)
+            self._launch_move(arrival, (rows._places, from_rows), (self._places, to_rows), len(slots))
 
     def _launch_move(
         self,
         operation: Operation,
-        source: tuple[int, int | None],
-        target: tuple[int, int | None],
+        source: tuple[Places, int | None],
+        target: tuple[Places, int | None],
         n: int,
-        floats: int,
     ) -> None:
-        words = floats // 4
-        args = MoveRowsArgs(source[0], floats, source[1], target[0], floats, target[1], n, words)
+        words, tail = self.row_bytes // 16, source[0].tail or target[0].tail
+        head_bytes = self.row_bytes if tail is None else tail.head_bytes
+        rows = (places.of_moves(head_bytes, slots) for places, slots in (source, target))
+        args = MoveRowsArgs(*rows, n, words, head_bytes // 16)
         self.parts.kernels.launch(operation, ANY_LAYOUT, "move_rows", args, n * words)
 
     def initialise(self, values: InitialValues, slots: Slots | None, keys: NDArray[np.uint64]) -> None:
@@ -257,19 +249,22 @@ class GpuRows:
         tables = values.kinds, values.first, values.second, values.seeds, values.columns
         with self._moving(Stream.UP, [slots], keys, *tables) as (up, indices):
             at, keys_at, *tables_at = indices.addresses
+            behind = (self.row_bytes - self._format.weights_end(values.dim)) // 4
             args = InitRowsArgs(
-                *(self.rows_args, at, keys_at, len(keys), values.dim, values.state_floats),
-                *(values.state_value, WEIGHTS[self.weights], *tables_at),
+                *(self.rows_args(values.dim), at, keys_at, len(keys), values.dim, values.state_floats),
+                *(behind, values.state_value, WEIGHTS[self.weights], *tables_at),
             )
-            state = values.dim if self.weights == WIDE.weights else (values.dim + 1) // 2
-            words = (values.dim + 6) // 4 + (self.row_bytes // 4 - state + 3) // 4
+            words = (values.dim + 6) // 4 + (behind + 3) // 4
             self.parts.kernels.launch(up, ANY_LAYOUT, "init_rows", args, len(keys) * words)
 
     def _require_room(self, dim: int, state_floats: int = 0) -> None:
         _require(
-            RowFormat(self.weights).row_bytes(dim, state_floats) <= self.row_bytes,
+            self._format.row_bytes(dim, state_floats) <= self.row_bytes,
             "row_bytes is smaller than the weights and optimizer state of a row",
         )
+        tail = self._places.tail
+        is_cut = tail is None or tail.head_bytes == self._format.weights_end(dim)
+        _require(is_cut, "the rows have another number of columns")
 
     def _require_wide(self) -> None:
         _require(self.weights == WIDE.weights, "only rows with float32 weights have other forms")
@@ -304,8 +299,8 @@ class GpuRows:
             with self._moving(Stream.UP, [slots]) as (up, indices):
                 block.mark = up.mark
                 # The kernel reads each word of pinned memory once, so a copy to the GPU would gain nothing.
-                target = self._memory.base, indices.addresses[0]
-                self._launch_move(up, (block.address, None), target, n, self.row_bytes // 4)
+                target = self._places, indices.addresses[0]
+                self._launch_move(up, (Places(block.address, self.row_bytes), None), target, n)
         finally:
             self.parts.arriving.give(block)
 
@@ -317,8 +312,8 @@ class GpuRows:
         try:
             with self._moving(Stream.DOWN, [slots]) as (down, indices):
                 block.mark = down.mark
-                source = self._memory.base, indices.addresses[0]
-                self._launch_move(down, source, (block.address, None), len(slots), self.row_bytes // 4)
+                source = self._places, indices.addresses[0]
+                self._launch_move(down, source, (Places(block.address, self.row_bytes), None), len(slots))
         except BaseException:
             departure.end()
             raise

@@ -19,19 +19,27 @@ from tierstore.cuda.streams import Operation
 AnyArray = NDArray[np.generic]
 REDUCE_POSITIONS = 256
 """Gradients of a row that one group of threads adds (csrc/cuda/update.cuh)."""
+LONG_POSITIONS = 32
+"""Rows with more are updated first."""
 _ALIGNMENT = 256
 
 
 class HotRows:
-    """Rows with many positions, whose gradients are added in pieces (csrc/cuda/update.cuh)."""
+    """Rows with many positions, whose gradients are added in pieces (csrc/cuda/update.cuh).
+
+    ``rows``: these ``count`` rows, the number of all rows, and then ``num_long`` rows that have fewer
+    positions than these, and that are updated before the rest.
+    """
 
     def __init__(self, csr_start: NDArray[np.int32]) -> None:
         counts = np.diff(csr_start)
-        rows = np.flatnonzero(counts > REDUCE_POSITIONS)
-        pieces = np.cumsum(-(-counts[rows] // REDUCE_POSITIONS))
-        self.rows = np.append(rows, len(counts)).astype(np.int32)
+        rows = np.flatnonzero(counts > LONG_POSITIONS)
+        is_hot = counts[rows] > REDUCE_POSITIONS
+        hot, long = rows[is_hot], rows[~is_hot]
+        pieces = np.cumsum(-(-counts[hot] // REDUCE_POSITIONS))
+        self.rows = np.concatenate([hot, [len(counts)], long]).astype(np.int32)
         self.first_piece = np.append(0, pieces).astype(np.int32)
-        self.count, self.pieces = len(rows), int(self.first_piece[-1])
+        self.count, self.num_long, self.pieces = len(hot), len(long), int(self.first_piece[-1])
 
 
 class Constant:

@@ -36,7 +36,9 @@ _MEAN = 1  # csrc/kernels/bags.h, Pooling
 _ROUNDING_ARRAYS = 3
 _BEFORE_BAGS = 8 + _ROUNDING_ARRAYS
 """Arrays of an update before those of its bags."""
-_UPDATES = ("update_cold", "update_pieces", "update_hot")
+_KERNELS = ("update_singles", "update_cold", "update_pieces", "update_hot")
+_POSITIONS_OF_SINGLES = 1.5
+"""So many positions has an average row at most where update_singles is faster than update_cold."""
 
 
 def bag_arrays(bags: Bags) -> list[NDArray[np.generic]]:
@@ -112,7 +114,7 @@ class _UpdateArrays:
         return kernel_args.UpdateArgs(
             *(rows, slots, len(args.slots), csr_start, csr_positions, grads, _step_args(args.step)),
             kernel_args.RoundingArgs(*dice),
-            *(int(args.check_finite), 0, rejected, squares, means),
+            *(int(args.check_finite), self.hot.num_long, rejected, squares, means),
             *(hot, hot_piece, self.hot.count, partials),
         )
 
@@ -149,7 +151,7 @@ class RowUpdate:
     ) -> None:
         self._rows, self._part = rows, part
         kernels = rows.parts.kernels
-        for name in _UPDATES:
+        for name in _KERNELS:
             kernels.load(part, name)
         if gradients.bags is not None:
             kernels.load(ANY_LAYOUT, "bag_shares")
@@ -183,10 +185,19 @@ class RowUpdate:
 
     def _launches(self, compute: Operation) -> Iterator[partial[int]]:
         kernels, arrays, part = self._rows.parts.kernels, self._arrays, self._part
-        given, lanes = arrays.update_args(self._rows.rows_args), lanes_of(part.dim or 0, part.vec or 0)
-        items = (len(arrays.args.slots), arrays.hot.pieces, arrays.hot.count)
-        for name, count in zip(_UPDATES, items, strict=True):
-            yield from kernels.launching(compute, part, name, given, count * lanes)
+        given, lanes = (
+            arrays.update_args(self._rows.rows_args(part.dim or 0)),
+            lanes_of(part.dim or 0, part.vec or 0),
+        )
+        rows, positions = len(arrays.args.slots), len(arrays.args.csr_positions)
+        are_single = positions <= _POSITIONS_OF_SINGLES * rows
+        for name, threads in (
+            ("update_singles", rows if are_single else 0),
+            ("update_cold", 0 if are_single else (arrays.hot.num_long + rows) * lanes),
+            ("update_pieces", arrays.hot.pieces * lanes),
+            ("update_hot", arrays.hot.count * lanes),
+        ):
+            yield from kernels.launching(compute, part, name, given, threads)
         block = arrays.indices.block
         for begin, size in arrays.returned():
             yield compute.copying(block.address + begin, block.device + begin, size)

@@ -17,7 +17,8 @@ from tierstore._core import AddressSpaceError, HostMemory, HostRows, RowCodec
 from tierstore.config import format_bytes
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.driver import OUT_OF_MEMORY, CallError
-from tierstore.cuda.rows import Memory, Parts, RowBytes, Slots
+from tierstore.cuda.places import Memory
+from tierstore.cuda.rows import Parts, RowBytes, Slots
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.errors import GpuError
 from tierstore.row_format import WIDE

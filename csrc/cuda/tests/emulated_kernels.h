@@ -27,6 +27,7 @@ template <int kDim, int kVec, int kKind, int kType>
 void AddUpdates() {
   using U = Update<kDim, kVec, kKind, kType>;
   kernels[{"update_cold", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Cold>();
+  kernels[{"update_singles", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::ColdSingles>();
   kernels[{"update_pieces", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Pieces>();
   kernels[{"update_hot", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Hot>();
 }
@@ -56,6 +57,8 @@ void AddSomeOfType() {
   AddLayout<8, 4, kType>();
   AddLayout<20, 1, kType>();
   AddLayout<20, 4, kType>();
+  AddLayout<32, 1, kType>();
+  AddLayout<32, 4, kType>();
 }
 
 // Few layouts of every type of weights: each takes a second to compile.

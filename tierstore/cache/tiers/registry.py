@@ -24,15 +24,16 @@ class TierRequest:
     """What is needed to make the tiers of one row layout.
 
     ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``row_bytes``: of
-    rows in the fast tier; ``weights``: the dtype of their weights; ``codecs``: by tier, the form of its rows
-    where it is another one. ``tables``: how many the engine has. ``read_ahead_bytes``: what rows that are
-    read ahead may take. ``lock``: the residency lock. ``above``: the tiers that are made already.
+    rows in the fast tier; ``weights``: the dtype of their ``dim`` weights; ``codecs``: by tier, the form of
+    its rows where it is another one. ``tables``: how many the engine has. ``read_ahead_bytes``: what rows
+    that are read ahead may take. ``lock``: the residency lock. ``above``: the tiers that are made already.
     """
 
     config: TierConfig
     policy: Policy
     row_bytes: int
     weights: str
+    dim: int
     tables: int
     slots: Mapping[str, TierPlan | None]
     store: RowStore | None
@@ -60,7 +61,7 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
     admission = request.config.admission if is_first and plan.evicts else None
     codecs = request.codecs
     plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"), weights=request.weights)
-    plan = replace(plan, has_lanes=_has_room_below(name, request))
+    plan = replace(plan, dim=request.dim, has_lanes=_has_room_below(name, request))
     size = request.row_bytes_of(name)
     return MemoryTier(name, plan, size, request.policy, request.tables, admission)
 

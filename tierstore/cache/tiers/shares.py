@@ -34,6 +34,8 @@ class TierPlan:
     """The device that has the rows."""
     weights: str = "fp32"
     """The dtype of weights that kernels work on, in rows of no other form."""
+    dim: int = 0
+    """The columns of such rows; 0: not known."""
     codec: Codec | None = None
     """The form of the rows; None is that of the fast tier."""
     leaving: Codec | None = None
