@@ -229,30 +229,26 @@ def uvm_plan(uvm: int, tables: list[TableDemand], row_bytes: int) -> Any:
     return plan
 
 
-@pytest.mark.parametrize("sizes", [[600], [997, 16, 5003], [40] * 30, [3] * 400])
+@pytest.mark.parametrize("sizes", [[600], [1024, 16], [997, 16, 5003], [40] * 30, [3] * 400, [1] * 1000])
 @pytest.mark.parametrize("row_bytes", [32, 272, 4096])
 def test_lanes_never_take_more_than_the_budget(sizes: list[int], row_bytes: int, least_slots: int) -> None:
+    """A tier holds all rows from their bytes on, and has lanes from the bytes of their slots on."""
     tables = [TableDemand(i, f"t{i}", rows) for i, rows in enumerate(sizes)]
-    rows = sum(sizes)
-    for uvm in (bytes_for(rows, row_bytes, "lru"), 2 * bytes_for(rows, row_bytes, "lru")):
+    rows, lanes = sum(sizes), len(lane_slots(sum(sizes)))
+    slots = lanes * slots_for(sizes, lanes)
+    assert rows <= slots < rows + lanes * len(sizes)
+    assert lanes == 16
+    whole, enough = (bytes_for(count, row_bytes, None) for count in (rows, slots))
+    for uvm in (whole - 1, whole, enough - 1, enough, 2 * enough):
         plan = uvm_plan(uvm, tables, row_bytes)
-        assert plan.holds_all
-        assert bytes_for(plan.slots, row_bytes, None) <= uvm
-        if plan.lanes_by_id > 1:
-            assert plan.lanes_by_id == len(lane_slots(rows))
-            assert rows <= plan.slots < rows + plan.lanes_by_id * len(sizes)
+        assert plan.holds_all == (uvm >= whole)
+        if uvm >= enough:
+            assert (plan.slots, plan.lanes_by_id) == (slots, lanes)
         else:
-            assert plan.slots == rows
-    assert uvm_plan(bytes_for(rows, row_bytes, "lru") - 1, tables, row_bytes).lanes_by_id == 1  # it evicts
-    if sizes == [600] and row_bytes < 4096:
-        assert plan.lanes_by_id == 16
-
-
-def test_a_budget_without_room_for_lanes_gives_one(least_slots: int) -> None:
-    """Sixteen lanes of 1,000 tables of one row would have 16 slots a row."""
-    tables = [TableDemand(i, f"t{i}", 1) for i in range(1000)]
-    plan = uvm_plan(bytes_for(1000, 272, "lru"), tables, 272)
-    assert (plan.slots, plan.lanes_by_id) == (1000, 1)
+            assert plan.lanes_by_id == 1
+            assert plan.slots == rows or not plan.holds_all
+        if plan.holds_all:
+            assert bytes_for(plan.slots, row_bytes, None) <= uvm
 
 
 def test_a_shard_has_one_lane_since_its_ids_are_any(least_slots: int) -> None:

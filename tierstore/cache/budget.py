@@ -81,8 +81,11 @@ def divide(
     policy: AnyPolicy,
     tier: str,
     admission: AnyAdmission = "always",
+    *,
+    by_id: bool = False,
 ) -> list[TierPlan]:
-    """Return the slots per group for ``budget`` bytes.
+    """Return the slots per group for ``budget`` bytes. A tier that holds all rows needs no bytes of a policy.
+    ``by_id``: it has lanes by id, where it has room for them.
 
     Raises ``ConfigError`` with the minimum if the budget is too small for the tables' own bytes and
     ``MIN_SLOTS`` rows per group.
@@ -102,7 +105,7 @@ def divide(
             f"least {total} bytes ({format_bytes(total)}: {taken} bytes that tables have to themselves, and "
             f"{MIN_SLOTS} rows and their metadata for each of {sum(map(bool, minimum))} row layouts)"
         )
-    if tier == "hbm" and sum(_max_bytes(d, policy, admission) for d in rest) > budget - taken:
+    if tier == "hbm" and sum(_bytes_of_all(d) for d in rest) > budget - taken:
         resident = _small(budget - taken, rest, sum(minimum))
         for kept, demand, small in zip(own, rest, resident, strict=True):
             if small:
@@ -110,11 +113,9 @@ def divide(
                 kept.append(OwnShare(tuple(table.index for table in small), rows, True))
                 taken += bytes_for(rows, demand.row_bytes, None)
         rest = _without(demands, own)
-    slots = _divide_shared(budget - taken, rest, policy, admission)
-    return [
-        TierPlan(slots, holds_all, tuple(shares))
-        for (slots, holds_all), shares in zip(slots, own, strict=True)
-    ]
+    all_rows = [_all_rows(d, by_id and not shares) for d, shares in zip(rest, own, strict=True)]
+    plans = _divide_shared(budget - taken, rest, all_rows, policy, admission)
+    return [replace(plan, own=tuple(shares)) for plan, shares in zip(plans, own, strict=True)]
 
 
 def _without(demands: Sequence[GroupDemand], own: Sequence[Sequence[OwnShare]]) -> list[GroupDemand]:
@@ -148,15 +149,26 @@ def _own_bytes(share: OwnShare, row_bytes: int, policy: AnyPolicy, admission: An
 
 
 def _min_bytes(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
-    if not demand.tables:
-        return 0
-    return bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
+    least = bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
+    return min(least, _bytes_of_all(demand))
 
 
-def _max_bytes(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
+def _bytes_of_all(demand: GroupDemand, slots: int | None = None) -> int:
+    """Return the bytes of a tier that holds all rows, in ``slots`` slots (None: one for each)."""
     if not demand.tables:
         return 0
-    return min(_HUGE, bytes_for(demand.rows, demand.row_bytes, policy, admission))
+    return min(_HUGE, bytes_for(demand.rows if slots is None else slots, demand.row_bytes, None))
+
+
+def _all_rows(demand: GroupDemand, by_id: bool, most: int = MAX_SLOTS) -> TierPlan:
+    """Return a tier of all rows; with lanes ``by_id``, which take some slots more, in ``most`` slots."""
+    lanes = len(lane_slots(demand.rows))
+    if by_id and lanes > 1 and all(table.is_whole for table in demand.tables):
+        # Of a table's ids every lane has one of so many (csrc/cache/lane_ids.h).
+        slots = lanes * sum(-(-table.rows // lanes) for table in demand.tables)
+        if slots <= most:
+            return TierPlan(slots, True, lanes_by_id=lanes)
+    return TierPlan(min(demand.rows, most), True)
 
 
 def _small(budget: int, demands: Sequence[GroupDemand], minimum: int) -> list[list[TableDemand]]:
@@ -188,38 +200,26 @@ def _small(budget: int, demands: Sequence[GroupDemand], minimum: int) -> list[li
 
 
 def _divide_shared(
-    budget: int, demands: Sequence[GroupDemand], policy: AnyPolicy, admission: AnyAdmission
-) -> list[tuple[int, bool]]:
-    """Return the slots that the tables of each group share, and whether they hold all rows."""
+    budget: int,
+    demands: Sequence[GroupDemand],
+    all_rows: Sequence[TierPlan],
+    policy: AnyPolicy,
+    admission: AnyAdmission,
+) -> list[TierPlan]:
+    """Return the slots that the tables of each group share; ``all_rows``: of groups whose rows all fit."""
     minimum = [_min_bytes(d, policy, admission) for d in demands]
-    maximum = [_max_bytes(d, policy, admission) for d in demands]
+    maximum = [_bytes_of_all(d, plan.slots) for d, plan in zip(demands, all_rows, strict=True)]
     shares = fill(budget, minimum, maximum, [d.weight for d in demands])
     divided = []
-    for demand, bytes_, enough in zip(demands, shares, maximum, strict=True):
+    for demand, bytes_, enough, plan in zip(demands, shares, maximum, all_rows, strict=True):
         if bytes_ >= enough:
-            divided.append((demand.rows, True))
+            divided.append(plan)
+        elif bytes_ >= _bytes_of_all(demand):
+            divided.append(TierPlan(demand.rows, True))
         else:
             slots = slots_for(bytes_, demand.row_bytes, policy, admission)
-            divided.append((min(demand.rows, slots), False))
+            divided.append(TierPlan(min(demand.rows, slots), False))
     return divided
-
-
-def _by_id(
-    plan: TierPlan, demand: GroupDemand, most: int | None, policy: AnyPolicy, admission: AnyAdmission
-) -> TierPlan:
-    """Return the plan of a tier that grows to all rows with lanes, where it has many. Its lanes take some
-    slots more than there are rows, and ``most`` at most; None: as many as have room where the policy's arrays
-    would be, of a budget for all rows."""
-    if not plan.holds_all or plan.own or plan.slots < demand.rows or not demand.tables:
-        return plan
-    lanes = len(lane_slots(demand.rows))
-    if lanes == 1 or not all(table.is_whole for table in demand.tables):
-        return plan
-    if most is None:
-        most = slots_for(_max_bytes(demand, policy, admission), demand.row_bytes, None)
-    # Of a table's first ids every lane has as many, or one more or less (csrc/cache/lane_ids.h).
-    slots = lanes * sum(-(-table.rows // lanes) for table in demand.tables)
-    return plan if slots > most else replace(plan, slots=slots, lanes_by_id=lanes)
 
 
 def fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]) -> list[int]:
@@ -248,16 +248,13 @@ def fast_tiers(
 
     Raises ``ConfigError`` if a GPU has no room for the rows now.
     """
-    maximum: list[int] | list[None] = [None] * len(demands)
+    by_id = device is not HOST
     if config.keeps_all:
         memory = device.memory()[1]
         maximum = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
-        plans = [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, maximum, strict=True)]
+        plans = [_all_rows(d, by_id, most) for d, most in zip(demands, maximum, strict=True)]
     else:
-        plans = divide(int(config.hbm), demands, policy, "hbm", config.admission)
-    if device is not HOST:
-        each = zip(plans, demands, maximum, strict=True)
-        plans = [_by_id(plan, demand, most, policy, config.admission) for plan, demand, most in each]
+        plans = divide(int(config.hbm), demands, policy, "hbm", config.admission, by_id=by_id)
     if config.on_gpu and not config.keeps_all and not config.overcommit:
         rows = sum(d.row_bytes * plan.capacity for d, plan in zip(demands, plans, strict=True))
         _check_gpu(device, int(config.hbm), rows)
@@ -309,8 +306,7 @@ def host_tiers(
         demand.without(index for share in plan.own if share.holds_all for index in share.tables)
         for demand, plan in zip(demands, fast, strict=True)
     ]
-    plans = divide(int(config.uvm), rest, policy, "uvm")
-    plans = [_by_id(plan, demand, None, policy, "always") for plan, demand in zip(plans, rest, strict=True)]
+    plans = divide(int(config.uvm), rest, policy, "uvm", by_id=True)
     if config.on_gpu and not config.overcommit:
         rows = sum(d.row_bytes * p.capacity for d, p in zip(rest, plans, strict=True))
         check_lockable(int(config.uvm), rows)
