@@ -251,6 +251,21 @@ def test_lanes_never_take_more_than_the_budget(sizes: list[int], row_bytes: int,
             assert bytes_for(plan.slots, row_bytes, None) <= uvm
 
 
+def test_lanes_take_no_bytes_that_rows_of_another_layout_need(least_slots: int) -> None:
+    tables = [TableDemand(i, f"t{i}", 33) for i in range(20)]
+    demands = [GroupDemand("dim8", 32, tuple(tables)), GroupDemand("dim16", 64, tuple(tables))]
+    rows = 20 * 33
+    slots = len(lane_slots(rows)) * slots_for([33] * 20, len(lane_slots(rows)))
+    whole = [bytes_for(rows, size, None) for size in (32, 64)]
+    enough = [bytes_for(slots, size, None) for size in (32, 64)]
+    for budget_, lanes in ((sum(whole), [1, 1]), (sum(enough) - 1, None), (sum(enough), [16, 16])):
+        plans = budgets.divide(budget_, demands, "lru", "uvm", by_id=True)
+        assert [plan.holds_all for plan in plans] == [True, True]
+        assert lanes is None or [plan.lanes_by_id for plan in plans] == lanes
+        taken = [bytes_for(plan.slots, size, None) for plan, size in zip(plans, (32, 64), strict=True)]
+        assert sum(taken) <= budget_
+
+
 def test_a_shard_has_one_lane_since_its_ids_are_any(least_slots: int) -> None:
     for rows, lanes in ((1000, 16), (500, 1)):
         table = Table("t", 1000, 8, uniform(-1, 1), rows=rows)

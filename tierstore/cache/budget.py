@@ -208,13 +208,15 @@ def _divide_shared(
 ) -> list[TierPlan]:
     """Return the slots that the tables of each group share; ``all_rows``: of groups whose rows all fit."""
     minimum = [_min_bytes(d, policy, admission) for d in demands]
-    maximum = [_bytes_of_all(d, plan.slots) for d, plan in zip(demands, all_rows, strict=True)]
-    shares = fill(budget, minimum, maximum, [d.weight for d in demands])
+    weight, whole = [d.weight for d in demands], [_bytes_of_all(d) for d in demands]
+    with_lanes = [_bytes_of_all(d, plan.slots) for d, plan in zip(demands, all_rows, strict=True)]
+    # Slots that lanes have beyond the rows get what no group's rows need.
+    shares = fill(budget, fill(budget, minimum, whole, weight), with_lanes, weight)
     divided = []
-    for demand, bytes_, enough, plan in zip(demands, shares, maximum, all_rows, strict=True):
-        if bytes_ >= enough:
-            divided.append(plan)
-        elif bytes_ >= _bytes_of_all(demand):
+    for i, (demand, bytes_) in enumerate(zip(demands, shares, strict=True)):
+        if bytes_ >= with_lanes[i]:
+            divided.append(all_rows[i])
+        elif bytes_ >= whole[i]:
             divided.append(TierPlan(demand.rows, True))
         else:
             slots = slots_for(bytes_, demand.row_bytes, policy, admission)
