@@ -46,11 +46,15 @@ test: $(TESTABLE)
 	$(BIN)/python -m compileall -q tierstore cache_policies bench
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
+# Tests that run on a GPU alone: elsewhere they are only compared with what they call.
+ON_GPU := tests/cuda/test_on_gpu.py tests/cuda/test_training_on_gpu.py
+
 lint: $(PACKAGES)
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
 	$(BIN)/python -m mypy || failed=1; \
+	$(BIN)/python -m mypy --follow-imports=silent $(ON_GPU) || failed=1; \
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) || failed=1; \
 	exit $$failed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,7 +211,7 @@ class RandomWork:
 
 
 def kernels_are_kept(
-    opened: Callable[[Sequence[str] | None], FakeDevice], compiler: Sequence[str] | None, folder: Path
+    opened: Callable[[Sequence[str] | None], Any], compiler: Sequence[str] | None, folder: Path
 ) -> None:
     """Work with a cold cache of kernels in ``folder``, with a warm one, and with one that is damaged.
 

@@ -86,7 +86,9 @@ class Late:
 
     def __init__(self, device: SharingDevice, seed: int) -> None:
         self._random = random.Random(seed)
-        self._streams = [torch.cuda.ExternalStream(handle) for handle in device.streams.handles()]
+        self._streams: list[torch.cuda.Stream] = [
+            torch.cuda.ExternalStream(handle) for handle in device.streams.handles()
+        ]
         self._streams.append(torch.cuda.current_stream())
 
     def hold_up(self) -> None:

@@ -63,6 +63,13 @@ CONFIGS = {
     "cut rows": TierConfig(hbm="24KiB", uvm="18KiB", ssd="1GiB", engine="memory"),
     "cut rows, encoded": TierConfig(hbm="24KiB", ssd="1GiB", engine="memory", ssd_dtype="int8"),
 }  # fmt: skip
+
+
+def dim_of(config: str) -> int:
+    """The columns of rows in one of ``CONFIGS``."""
+    return DIM_OF_CUT_ROWS if config.startswith("cut") else DIM
+
+
 ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 
 
@@ -70,7 +77,7 @@ ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -> None:
-    dim = DIM_OF_CUT_ROWS if config.startswith("cut") else DIM
+    dim = dim_of(config)
     if (config, prefetch) not in ON_HOST:
         ON_HOST[config, prefetch] = trained(prefetch, replace(CONFIGS[config], uvm_kind="pinned"), dim)
     with fake_torch(order, seed=7):

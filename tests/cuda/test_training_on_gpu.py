@@ -26,7 +26,7 @@ from tests.cuda.module_runs import (
     pipeline_losses,
 )
 from tests.cuda.test_modules_on_gpu import MODULES, ints, model_trained, same, trained
-from tests.cuda.test_training_on_fake_gpu import CONFIGS
+from tests.cuda.test_training_on_fake_gpu import CONFIGS, dim_of
 from tests.cuda.test_training_on_fake_gpu import trained as trained_with
 from tierstore.sharding.gpu_groups import GpuGroups
 
@@ -57,8 +57,9 @@ def test_tables_of_16_bits_have_the_bits_of_the_host(name: str, dtype: str, rand
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", TIERS)
 def test_tiers_have_the_bits_and_hits_of_the_host(name: str, prefetch: bool) -> None:
-    found, counts = trained_with(prefetch, replace(TIERS[name], device=GPU))
-    expected, expected_counts = trained_with(prefetch, replace(TIERS[name], uvm_kind="pinned"))
+    found, counts = trained_with(prefetch, replace(TIERS[name], device=GPU), dim_of(name))
+    on_host = replace(TIERS[name], uvm_kind="pinned")
+    expected, expected_counts = trained_with(prefetch, on_host, dim_of(name))
     same(found, expected)
     if not (prefetch and name == "overflow"):  # test_training_on_fake_gpu.py says why
         assert counts == expected_counts
