@@ -1,7 +1,7 @@
 """``tierstore bench gpu``: kernels, rows on their way, planning and training on one GPU.
 
 Each part is a process of its own with a deadline, and its figures are written when it ends, so that a run
-that is cut short still says something. Ratios are of one run. None of this has ever run on a GPU.
+that is cut short still says something. Ratios are of one run.
 """
 
 from __future__ import annotations

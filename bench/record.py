@@ -57,14 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def record(figures: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures with command, date, commit and machine."""
+    """Return the figures with command, date, commit, and the machine that they name, else this one."""
+    named = figures.get("machine") if isinstance(figures, dict) else None
     return {
         "subject": args.subject,
         "title": args.title or args.command,
         "command": args.command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": machine(),
+        "machine": named or machine(),
         "conditions": args.conditions,
         "figures": figures,
         "notes": args.note,

@@ -93,6 +93,17 @@ def test_figures_are_recorded_for_the_page_of_measurements(tmp_path, short):
     assert "| read_ahead_bytes |  | 0 |" in page
 
 
+def test_figures_keep_the_machine_that_they_name(tmp_path):
+    """Those of a GPU that is lent are filed on another machine."""
+    out, there = tmp_path / "gpu.json", {"cpu": "another", "cores": 16}
+    out.write_text(json.dumps({"machine": there, "ratio": 0.9}))
+    parser = argparse.ArgumentParser()
+    record.add_arguments(parser)
+    assert record.run(parser.parse_args([str(out), "--command", "x", "--to", str(tmp_path)])) == 0
+    (filed,) = tmp_path.glob("*-gpu.json")
+    assert json.loads(filed.read_text())["machine"] == there
+
+
 def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
     monkeypatch.setattr(steady, "_result", lambda *_: {"systems": {"tiered": {"equal_losses": False}}})
     monkeypatch.setattr(steady, "_print", lambda _: None)

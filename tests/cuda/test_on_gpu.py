@@ -1,7 +1,6 @@
 """What only a GPU can show: the code that NVRTC generates, its memory model, the driver. ``pytest -m cuda``.
 
-The same work runs on the fake driver in the other files; test_training_on_gpu.py has whole trainings. None of
-this has ever run on a GPU.
+The same work runs on the fake driver in the other files; test_training_on_gpu.py has whole trainings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole trainings on a GPU, with the bits, hits and evictions of the CPU. ``pytest -m cuda``.
 
-The same trainings run on the fake driver in the other files. None of this has ever run on a GPU.
+The same trainings run on the fake driver in the other files.
 """
 
 from __future__ import annotations

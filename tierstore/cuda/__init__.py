@@ -1,5 +1,4 @@
 """Rows in GPU memory: kernels that are compiled at first use, streams, and the device that owns the rows.
 
-Nothing here has run on a GPU yet. No module imports torch, and nothing links with CUDA: the driver and NVRTC
-are opened when they are needed.
+No module imports torch, and nothing links with CUDA: the driver and NVRTC are opened when they are needed.
 """
