@@ -15,11 +15,12 @@
 namespace tierstore {
 namespace {
 
-// What is kept of arrays that were given back: as much as kArrays of the largest arrays that are in use,
-// within these bounds. A lookup has so many arrays with a number for each id, and a lookup of many ids on
-// many processors would wait for the system's pages and their faults otherwise.
+// What is kept of arrays that were given back. Lookups of many ids have arrays with a number for each id, and
+// on many processors they would wait for the system's pages: where such lookups go on, as much is kept as
+// kArrays of their arrays.
 constexpr std::size_t kLeastMost = std::size_t{16} << 20, kMost = std::size_t{128} << 20, kArrays = 8;
-constexpr int kPeriod = 1024;  // arrays; those of earlier periods than the last one are no longer in use
+constexpr std::size_t kLarge = kLeastMost / kArrays;
+constexpr int kPeriod = 1024, kGoOn = 64;  // arrays; so many large ones among those of a period
 
 // Arrays of neighbouring batches differ by a few elements. Sizes are quarters of powers of two, so that such
 // arrays fit in one another's pages. Pages that no array reaches are never touched.
@@ -35,10 +36,10 @@ class Kept {
   Kept() { HoldAcrossForks(mutex_); }
   void* Take(std::size_t size) {
     const std::lock_guard lock(mutex_);
-    largest_ = std::max(largest_, size);
+    if (size > kLarge && ++large_ >= kGoOn) most_ = std::clamp(kArrays * size, most_, kMost);
     if (++taken_ == kPeriod) {
-      last_largest_ = std::exchange(largest_, 0);
-      taken_ = 0;
+      if (large_ < kGoOn) most_ = kLeastMost;
+      taken_ = large_ = 0;
     }
     const auto found = std::find_if(blocks_.rbegin(), blocks_.rend(),
                                     [size](const Block& block) { return block.size == size; });
@@ -50,12 +51,11 @@ class Kept {
   }
   bool Give(void* at, std::size_t size) {
     const std::lock_guard lock(mutex_);
-    const std::size_t most = std::clamp(kArrays * std::max(largest_, last_largest_), kLeastMost, kMost);
-    if (size > most / 2) return false;
+    if (size > most_ / 2) return false;
     // The blocks that nobody has wanted for the longest time make room. If the largest blocks made room
     // instead, small blocks of one large batch would keep out blocks that every batch needs.
     auto end = blocks_.begin();
-    for (; bytes_ + size > most; ++end) {
+    for (; bytes_ + size > most_; ++end) {
       munmap(end->at, end->size);
       bytes_ -= end->size;
     }
@@ -73,8 +73,8 @@ class Kept {
   std::mutex mutex_;
   std::vector<Block> blocks_;  // in the order in which they were given back
   std::size_t bytes_ = 0;
-  std::size_t largest_ = 0, last_largest_ = 0;  // that were taken in this period and in the last one
-  int taken_ = 0;                               // in this period
+  std::size_t most_ = kLeastMost;
+  int taken_ = 0, large_ = 0;  // arrays of this period
 };
 
 // The instance is never destroyed, since arrays may be given back while the process ends.

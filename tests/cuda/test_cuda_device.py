@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cuda.compiled import shared_library
 from tests.cuda.fake import ORDERS, fake_gpu
@@ -26,7 +25,6 @@ from tierstore.cuda.device import Libraries
 from tierstore.cuda.memory import Blocks
 from tierstore.cuda.rows import Departure
 from tierstore.cuda.streams import Operation, Stream, Streams
-from tierstore.modules import TieredEmbeddingBag
 
 LAYOUTS = [(3, 1), (8, 0), (8, 3), (20, 2), (3, 9, "fp16"), (8, 1, "bf16"), (20, 3, "fp16"), (20, 0, "bf16")]
 LAYOUTS += [(32, 0), (32, 1), (32, 3), (32, 1, "bf16"), (32, 8, "fp16")]  # weights of 64 and 128 bytes
@@ -95,68 +93,6 @@ WAITS: dict[str, Callable] = {
     "indices used again too early": lambda: without_host_wait(Blocks, "take", "is_done"),
     "update's results read too early": lambda: without_host_wait(CudaRows, "_update"),
 }
-
-
-def copies_of_a_step(device: FakeDevice, work: RandomWork, *, staged: bool) -> int:
-    args, bags, _, size, csr = work._new_batch()
-    more = bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
-    step = core.OptimizerStep(kind=1, lr=0.1, eps=1e-8)
-    update = core.UpdateArgs(
-        dim=8, slots=args.slots, csr_start=csr[0], csr_positions=csr[1], step=step
-    )  # fmt: skip
-    out, grad = (device.share(np.zeros(size, np.float32)) for _ in range(2))
-    argmax = device.share(np.zeros((len(bags.offsets) - 1, 8), np.int32))
-    kept = device.stage(args.slots, args.inverse, csr, more) if staged else None
-    before = fake_gpu().counts["copies"]
-    work.rows.lookup_pooled(args, bags, out, 0, argmax)
-    work.rows.update_pooled(update, bags, grad, 0, argmax)
-    device.synchronize()
-    del kept
-    return fake_gpu().counts["copies"] - before
-
-
-def test_planned_lookups_are_copied_to_the_gpu_once() -> None:
-    with fake_device() as device:
-        work = RandomWork(device, 8, 1, seed=3)
-        work.do(10)
-        assert copies_of_a_step(device, work, staged=True) == 0
-        assert copies_of_a_step(device, work, staged=False) == 2
-        del work
-
-
-def shared_offsets(count: int) -> np.ndarray:
-    """Offsets of bags with one id each, as a module makes them."""
-    with TieredEmbeddingBag(9, 8) as module:
-        (part,) = module.make_lookup(torch.zeros(count, 1, dtype=torch.int64)).parts
-        return part.bags.offsets  # type: ignore[attr-defined]
-
-
-def test_offsets_that_batches_share_are_copied_once() -> None:
-    with fake_device() as device:
-        work = RandomWork(device, 8, 1, seed=3)
-        work.do(10)
-        rows, found = work.rows, np.zeros((3, 8), np.float32)
-        out = device.share(found)
-        slots = np.array(sorted(work.filled)[:2], np.int32)
-        for count in (3, 2, 3):
-            offsets = shared_offsets(count)
-            assert core.is_shared(offsets)
-            inverse = np.array([1, 0, 1][:count], np.int32)
-            bags = core.Bags(
-                offsets=offsets, bag_start=np.array([0, count]), out_offset=np.zeros(1, np.int64),
-                out_stride=np.full(1, 8), modes=np.zeros(1, np.uint8),
-            )  # fmt: skip
-            staged = device.stage(slots, inverse, core.build_csr(inverse, 2), (offsets, bags.bag_start))
-            assert staged.has(offsets, bags.bag_start)
-            args = core.LookupArgs(dim=8, slots=slots, inverse=inverse)
-            rows.lookup_pooled(args, bags, out)
-            expected = np.zeros((3, 8), np.float32)
-            work.host.lookup_pooled(args, bags, expected.ctypes.data)
-            device.synchronize()
-            np.testing.assert_array_equal(found[:count], expected[:count])
-        assert len(device.parts.staged.constants) == 1
-        assert not core.is_shared(bags.bag_start)
-        del work, rows, staged
 
 
 def wrong_without(context: Callable, order: str, seed: int) -> list[str]:

@@ -20,7 +20,7 @@ DIM_OF_CUT_ROWS = 32  # whose weights a GPU keeps apart
 COUNTED = ("row_hits", "row_misses", "access_hits", "evicted_rows", "overflow_rows", "initialised_rows")
 
 
-def trained(prefetch: bool, config: TierConfig, dim: int) -> tuple[list[torch.Tensor], list[int]]:
+def trained(prefetch: bool, config: TierConfig, dim: int = DIM) -> tuple[list[torch.Tensor], list[int]]:
     """Outputs and rows of a training whose tiers are too small, and its counters."""
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(400, (8, 3), generator=generator) for _ in range(20)]

@@ -109,7 +109,7 @@ def test_bags_of_one_id_share_their_offsets() -> None:
         assert not bags.offsets.flags.writeable
     first, *_, last = (bags.offsets for count, bags in made if count >= 70_000)
     assert np.shares_memory(first, last)
-    many = 1 << 20  # the shared array stays for ever, so a very large batch has its own
+    many = 1 << 22  # the shared array stays for ever, so a very large batch has its own
     keyed = Keyed([many], np.ones(many, np.int32), np.zeros(many, np.int64))
     for bags in (keyed.bags(), core.KeyedBags.equal(many, 1)):
         own = features.lookup(bags, integers(keyed.ids), at, at)[1]
