@@ -153,8 +153,9 @@ void BindInitialValues(py::module_& m) {
 }
 
 void BindLookupArguments(py::module_& m) {
-  m.def("is_shared", &AreShared, py::arg("offsets"),
-        "Whether these are offsets of bags with one id each, which all such batches share and nobody changes.");
+  m.def(
+      "is_shared", &AreShared, py::arg("offsets"),
+      "Whether these are offsets of bags with one id each, which all such batches share and nobody changes.");
   py::class_<BagArgs>(m, "Bags",
                       "Bags grouped by feature (csrc/kernels/bags.h). offsets (int64) has one entry more "
                       "than there are bags, "
