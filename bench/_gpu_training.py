@@ -132,11 +132,13 @@ def timed(
     warm: int,
     finish: Callable[[], None],
     counted: Callable[[], dict[str, float]] = dict,
+    most: int | None = None,
 ) -> dict[str, Any]:
     """Return milliseconds of a step after ``warm`` ones, and how many steps were measured.
 
     A slow system takes fewer steps: it warms up for ``_WARM_SECONDS`` and is measured for ``_SECONDS``.
-    ``counted``: returns counters, of which the figures of a step are added.
+    ``counted``: returns counters, of which the figures of a step are added. ``most``: steps that are
+    measured at most; None: all.
     """
     begin, started, steps = time.perf_counter(), 0.0, 0
     before: dict[str, float] = {}
@@ -145,7 +147,7 @@ def timed(
         if not started and number and (number >= warm or now - begin > _WARM_SECONDS):
             finish()
             before, started = counted(), time.perf_counter()
-        elif started and now - started > _SECONDS:
+        elif started and (now - started > _SECONDS or steps == most):
             break
         stage.step(batch)
         steps += bool(started)
@@ -191,13 +193,16 @@ def train(name: str, setting: Setting) -> Figures:
         raise RuntimeError("there are no batches: the part 'batches' has failed")
     on_gpu = torch.device(setting.device).type == "cuda"
     finish: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
-    count = len(batches)
-    yield {"batches": count, "distinct_rows": _distinct(batches[-1])}
+    yield {"batches": len(batches), "distinct_rows": _distinct(batches[-1])}
+    # Lookups are made so many batches ahead. Without batches behind those that are measured, the lookups of
+    # these would all be made before.
+    ahead = min(DEPTH + WINDOW + 1, len(batches) // 2)
+    count = len(batches) - ahead
     with closing(tables):
         for stage in stages(tables, setting):
             warm, steps = (max(1, count * share // 12) for share in _SHARES[stage.name])
-            own, batches = batches[: warm + steps], batches[warm + steps :] or batches
-            yield timed(stage, ahead_of(own, tables), warm, finish, partial(counters, tables))
+            own, batches = batches[: warm + steps + ahead], batches[warm + steps :]
+            yield timed(stage, ahead_of(own, tables), warm, finish, partial(counters, tables), steps)
 
 
 def bound(setting: Setting) -> Figures:
