@@ -178,6 +178,12 @@ void BindLookupArguments(py::module_& m) {
       .def_readonly("out_stride", &BagArgs::out_stride)
       .def_readonly("modes", &BagArgs::modes)
       .def_property_readonly(
+          "arrays",
+          [](const BagArgs& bags) {
+            return py::make_tuple(bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes);
+          },
+          "The arrays of the bags, in the order of the constructor.")
+      .def_property_readonly(
           "own_bytes",
           [](const BagArgs& bags) {
             return AreShared(bags.offsets) ? py::ssize_t{0} : bags.offsets.nbytes();

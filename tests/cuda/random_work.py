@@ -80,7 +80,7 @@ class RandomWork:
     def stage(self) -> None:
         """Plan a lookup, which several operations then make."""
         args, bags, *_, csr = batch = self._new_batch()
-        more = bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
+        more = bags.arrays
         staged = self.device.stage(args.slots, args.inverse, csr, more)
         self.planned = [*self.planned[-1:], (batch, staged)]
 

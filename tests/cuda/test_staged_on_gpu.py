@@ -14,7 +14,7 @@ from tierstore.modules import TieredEmbeddingBag
 
 def copies_of_a_step(device: FakeDevice, work: RandomWork, *, staged: bool) -> int:
     args, bags, _, size, csr = work._new_batch()
-    more = bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
+    more = bags.arrays
     step = core.OptimizerStep(kind=1, lr=0.1, eps=1e-8)
     update = core.UpdateArgs(
         dim=8, slots=args.slots, csr_start=csr[0], csr_positions=csr[1], step=step

@@ -17,7 +17,7 @@ from tierstore.cuda.kernels import lanes_of
 from tierstore.cuda.rows import GpuRows, Slots
 from tierstore.cuda.staged import Indices, Staged
 from tierstore.cuda.streams import Operation, Stream
-from tierstore.cuda.updates import GradientsOf, RowUpdate, bag_arrays, bags_args, one_operation
+from tierstore.cuda.updates import GradientsOf, RowUpdate, bags_args, one_operation
 
 _ROWS_OF_GROUP = 4
 """Rows that a group of threads copies at once (csrc/cuda/lookup.cuh)."""
@@ -95,7 +95,7 @@ class CudaRows(GpuRows):
         self, part: Part, kernel: str, args: LookupArgs, bags: Bags | None, staged: Staged | None
     ) -> Iterator[tuple[Operation, Structure, Structure | None]]:
         self.parts.kernels.load(part, kernel)
-        arrays = [args.slots, args.inverse, *([] if bags is None else bag_arrays(bags))]
+        arrays = [args.slots, args.inverse, *(() if bags is None else bags.arrays)]
         with self.indices(*arrays, staged=staged) as indices, self._computing(args.slots, indices) as compute:
             slots, inverse, *of_bags = indices.addresses
             gather = GatherArgs(self.rows_args(args.dim), slots, inverse)

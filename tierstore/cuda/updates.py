@@ -41,11 +41,6 @@ _POSITIONS_OF_SINGLES = 1.5
 """So many positions has an average row at most where update_singles is faster than update_cold."""
 
 
-def bag_arrays(bags: Bags) -> list[NDArray[np.generic]]:
-    """Return the arrays of bags that kernels read."""
-    return [bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes]
-
-
 def bags_args(bags: Bags, addresses: Sequence[int | None]) -> Structure:
     """Return the kernels' argument for bags whose arrays are at these addresses."""
     offsets, bag_start, out_offset, out_stride, modes = addresses
@@ -84,7 +79,7 @@ class _UpdateArrays:
             dice = [rounding.keys, rounding.seeds, rounding.columns]
         shares, bag_of = 0, 0
         if self.bags is not None:
-            of_bags, positions = bag_arrays(self.bags), int(self.bags.offsets[-1])
+            of_bags, positions = self.bags.arrays, int(self.bags.offsets[-1])
             if staged is not None:
                 used = staged.inverse
             elif np.any(self.bags.modes == _MEAN):

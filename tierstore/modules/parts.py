@@ -81,8 +81,7 @@ class PooledPart(Part):
 
     @property
     def index_arrays(self) -> Sequence[NDArray[np.generic]]:
-        bags = self.bags
-        return bags.offsets, bags.bag_start, bags.out_offset, bags.out_stride, bags.modes
+        return self.bags.arrays
 
     @property
     def nbytes(self) -> int:
