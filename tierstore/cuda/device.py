@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -307,9 +307,16 @@ class UvmDevice:
         """Make updates of the GPU."""
         return self._gpu.ready_updates(updates)
 
-    def stage(self, *arrays: Any) -> Staged:
+    def stage(
+        self,
+        slots: Slots,
+        inverse: NDArray[np.int32],
+        csr: tuple[NDArray[np.int32], NDArray[np.int32]],
+        more: Sequence[NDArray[np.generic]],
+        /,
+    ) -> Staged:
         """Copy the index arrays of a planned lookup to the GPU."""
-        return self._gpu.stage(*arrays)
+        return self._gpu.stage(slots, inverse, csr, more)
 
     def staging(self, slots: int, row_bytes: int) -> CudaRows:
         """Return room for rows on their way up, on the GPU."""
