@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from tests.pipeline.conftest import BESIDE, BY_WORKER
 from tests.pipeline.test_prefetch import INPUTS, reference, run, workers
 from tierstore import TierConfig
 from tierstore.pipeline import made
+from tierstore.pipeline.learning import Call
+from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.prefetch import prefetch
+from tierstore.pipeline.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,26 @@ def test_a_slow_lookup_does_not_keep_a_pass_from_ending(monkeypatch: pytest.Monk
         assert slow.is_set()
         passed.close()
     assert workers() == 0
+
+
+def test_no_lookup_is_made_any_more_when_a_pass_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker ends without waiting for a lookup, but not before the thread that makes it."""
+    monkeypatch.setattr(made, "MANY_THREADS", BESIDE)
+    batches = random_batches(5, 6, 1, 10, 3)
+    begun = threading.Event()
+
+    def slow(batch: Any) -> Any:
+        begun.set()
+        time.sleep(0.5)
+        return batch
+
+    with build(TierConfig(hbm=budget(200), engine="memory"), SGD, (5,)) as module:
+        worker = Worker([], [Call(module, lambda batch: ((slow(batch),), {}))])
+        worker.give(Planned(batches[0]), is_last=False)
+        assert begun.wait(60)
+        worker.stop()
+        worker.work()
+        assert "tierstore-lookups" not in (thread.name for thread in threading.enumerate())
 
 
 def test_the_worker_makes_lookups_where_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

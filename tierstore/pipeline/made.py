@@ -105,6 +105,8 @@ class Maker:
             return
         own = {n: MadeBeside(call, planned) for n, call in enumerate(calls) if not call.module.collective}
         with self._changed:
+            if self._is_stopping:
+                return
             self._waiting += own.values()
             planned.made.update(own)
             self._changed.notify()
@@ -129,6 +131,13 @@ class Maker:
             self._changed.notify()
         for made in waiting:
             made.give_up()
+
+    def end(self) -> None:
+        """Stop, and wait for the thread's end: one that comes back from native code while the interpreter
+        ends would abort the process."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self) -> None:
         give_way()

@@ -144,6 +144,9 @@ class Worker:
                 self.failure = error
             with suppress(BaseException):  # the session's end forgets the windows again
                 self._break()
+        finally:
+            if self._maker is not None:
+                self._maker.end()
 
     def _do_next(self) -> bool:
         """Plan or prepare a batch; return False when all work is done."""
