@@ -38,6 +38,7 @@ from tests.attack.workload import (
 )
 from tierstore.cli.setup import finish_imports
 from tierstore.errors import TierStoreError
+from tierstore.pipeline.made import MANY_THREADS
 
 HANG_SECONDS = 60
 NAP_SECONDS = 0.01
@@ -93,6 +94,8 @@ class Life:
             limit = rng.choice([80, 160])
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         torch.set_num_threads(1)
+        threads = rng.choice([1, 2, MANY_THREADS])
+        tierstore.set_num_threads(threads)
         uvm = rng.choice([0, 0, "96KiB", "1MiB"])
         config = tierstore.TierConfig(
             hbm=rng.choice(["48KiB", "160KiB", "3MiB"]),
@@ -103,7 +106,8 @@ class Life:
             depth=rng.choice([0, 1, 2, 5]),
             window=rng.choice([0, 1, 4, 30]),
         )
-        self.say("open", hbm=config.hbm, uvm=uvm, ssd=config.ssd, depth=config.depth, window=config.window)
+        sizes = {"hbm": config.hbm, "uvm": uvm, "ssd": config.ssd}
+        self.say("open", **sizes, depth=config.depth, window=config.window, threads=threads)
         self.model, self.tables = open_model(config)
         self.turn = int(self.tables.engine.committed_extra().get("turn", 0))
         self.say("opened", turn=self.turn, digest=digest(self.tables), cold=cold_digest(self.tables))
