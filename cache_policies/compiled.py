@@ -16,7 +16,7 @@ from cache_policies.live import LiveCurves
 def main(names: list[str]) -> None:
     for name in names or cache_policies.names():
         cache_policies.get(name).compile(16)
-    LiveCurves([0]).observe(np.arange(4, dtype=np.uint64), np.ones(4, np.int32))
+    LiveCurves([0]).observe(np.arange(4, dtype=np.uint64), np.arange(5, dtype=np.int32))
 
 
 if __name__ == "__main__":

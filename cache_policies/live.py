@@ -24,6 +24,13 @@ _PER_BATCH = 16  # the largest share of a table's sample that a batch may use be
 _TABLE = np.uint64(48)  # keys are table << 48 | id
 _FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
 _WORD = 64  # positions
+_BLOCK = 64  # keys
+
+
+def starts_of(uses: np.ndarray) -> np.ndarray:
+    """Return where the uses of each row begin among all uses, and at last how many these are (int32,
+    (n + 1,)), for rows that are used so often."""
+    return np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
 
 
 class LiveCurves:
@@ -51,11 +58,12 @@ class LiveCurves:
         """Return the bytes of all arrays."""
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
-    def observe(self, keys: np.ndarray, uses: np.ndarray) -> None:
-        """Add one batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
+    def observe(self, keys: np.ndarray, starts: np.ndarray) -> None:
+        """Add one batch: its rows (uint64 keys, (n,), each once), and where the uses of each begin among all
+        uses, and at last how many these are (int32 or int64, (n + 1,))."""
         self._batches += 1
         _observe(
-            keys, uses, self._number, self._totals, self._threshold,
+            keys, starts, self._number, self._totals, self._threshold,
             (self._live, self._hashes, self._position, self._taken, self._before, self._distances),
         )  # fmt: skip
 
@@ -107,11 +115,11 @@ def _find(hashes, hash_):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _observe(keys, uses, number, totals, threshold, state):
+def _observe(keys, starts, number, totals, threshold, state):
     live, hashes, position, taken, before, distances = state
     rows = distances.shape[1] - 1
     chosen, runs = np.empty(keys.size, np.int32), np.empty((keys.size + 1, 2), np.int32)
-    count = _choose(keys, uses, number, totals, threshold, chosen, runs)
+    count = _choose(keys, starts, number, totals, threshold, chosen, runs)
     where = np.empty(chosen.size, np.int32)
     sampled = np.zeros(live.shape[0], np.int32)
     for r in range(count):  # as the rows stand before the batch
@@ -119,7 +127,7 @@ def _observe(keys, uses, number, totals, threshold, state):
         if not sampled[t]:
             _number(taken[t], before[t])
         _measure(
-            keys, uses, chosen[part], where[part],
+            keys, starts, chosen[part], where[part],
             live[t, 0], hashes[t], position[t], taken[t], before[t], distances[t],
         )  # fmt: skip
         sampled[t] += runs[r + 1, 1] - runs[r, 1]
@@ -132,31 +140,57 @@ def _observe(keys, uses, number, totals, threshold, state):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _choose(keys, uses, number, totals, threshold, chosen, runs):
+def _choose(keys, starts, number, totals, threshold, chosen, runs):
     """Add to the totals, choose the sampled keys, and return the number of runs of keys of one table.
 
     Of each run, ``runs`` gets the table's number and where the run begins in ``chosen``.
     """
-    i, count, run = 0, 0, 0
+    i, run, sampled = 0, 0, np.empty((keys.size + 7) // 8 * 8, np.uint8)
     while i < keys.size:
-        first, table, accesses = i, keys[i] >> _TABLE, 0
+        first, table = i, keys[i] >> _TABLE
         t = number[np.int64(table)]
         limit = threshold[t]
-        runs[run, 0], runs[run, 1] = t, count
+        runs[run, 0], runs[run, 1] = t, first
+        while i < keys.size and _mark(keys[i : i + _BLOCK], table, limit, sampled[i : i + _BLOCK]):
+            i += min(_BLOCK, keys.size - i)
         while i < keys.size and keys[i] >> _TABLE == table:
-            accesses += uses[i]
-            chosen[count] = i
-            count += _hash(keys[i]) <= limit
             i += 1
         totals[t, 0] += i - first
-        totals[t, 1] += accesses
+        totals[t, 1] += starts[i] - starts[first]
         run += 1
+    sampled[keys.size :] = 0
+    count = _list(sampled, keys.size, chosen)
+    for r in range(run):
+        runs[r, 1] = np.searchsorted(chosen[:count], runs[r, 1])
     runs[run, 1] = count
     return run
 
 
+@inlined
+def _mark(keys, table, limit, sampled):
+    """Mark the keys that are sampled, and return whether all keys are of the table. The loop has no branch,
+    so that the processor looks at several keys at once."""
+    others = np.uint64(0)
+    for i in range(keys.size):
+        others |= (keys[i] >> _TABLE) ^ table
+        sampled[i] = _hash(keys[i]) <= limit
+    return others == 0
+
+
+@inlined
+def _list(sampled, size, chosen):
+    """List the sampled keys, which are few, and return how many these are."""
+    count, words = 0, sampled.view(np.uint64)
+    for word in range(words.size):
+        if words[word] != 0:
+            for i in range(8 * word, min(8 * word + 8, size)):
+                chosen[count] = i
+                count += sampled[i]
+    return count
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
-def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, distances):
+def _measure(keys, starts, chosen, where, live, hashes, position, taken, before, distances):
     """Count the uses of one table's rows by distance; fill in where their hashes are or belong."""
     for k in range(chosen.size):
         if k + AHEAD < chosen.size:
@@ -170,7 +204,7 @@ def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, d
         if hashes[at] == hash_:
             distance = live - _taken_to(taken, before, position[at])
         distances[distance, 0] += 1
-        distances[distance, 1] += uses[chosen[k]]
+        distances[distance, 1] += starts[chosen[k] + 1] - starts[chosen[k]]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

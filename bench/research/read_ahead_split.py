@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_policies.live import LiveCurves
+from cache_policies.live import LiveCurves, starts_of
 from tierstore.cache.read_ahead_size import Bytes, KnownAhead, ReadAheadSize
 from tierstore.planner.costs import BYTES_PER_BAG, BYTES_PER_ID, HELD_BYTES_PER_ROW, slot_bytes
 from tierstore.result_file import JsonFile
@@ -100,9 +100,7 @@ def _choice(trace: Any, args: argparse.Namespace, slots: int, most: int, moves: 
     prepared, curves = trace.prepared, LiveCurves([0])
     for seq in range(len(moves)):
         part = slice(prepared.offsets[seq], prepared.offsets[seq + 1])
-        curves.observe(
-            prepared.keys[prepared.rows[part]].astype(np.uint64), prepared.uses[part].astype(np.int32)
-        )
+        curves.observe(prepared.keys[prepared.rows[part]].astype(np.uint64), starts_of(prepared.uses[part]))
     ahead = automatic(prepared, trace.ids, trace.row_bytes, slots, most, _MOST_WINDOW)
     seq = len(moves) - 1
     end = seq + int(ahead.window[seq]) + 1  # type: ignore[index]

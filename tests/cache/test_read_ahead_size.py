@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cache_policies import prepare, simulate
-from cache_policies.live import LiveCurves
+from cache_policies.live import LiveCurves, starts_of
 from tests.bags import ROWS, SGD, Bags, budget, build, everything, train
 from tierstore import TierConfig
 from tierstore.cache import opening, read_ahead_size
@@ -42,7 +42,7 @@ class Group:
         self.curves = LiveCurves(range(len(tables)))
         for batch in zip(*tables, strict=True):
             keys = np.concatenate([make_keys(table, np.unique(ids)) for table, ids in enumerate(batch)])
-            self.curves.observe(keys, np.ones(len(keys), np.int32))
+            self.curves.observe(keys, starts_of(np.ones(len(keys))))
 
 
 def chooser(slots: int, most: int = 1 << 20, rows: int = 20_000) -> ReadAheadSize:
@@ -236,9 +236,7 @@ def test_choices_are_those_of_the_rule_on_the_batches_alone(
         order = [np.argsort(first) for _, first, _ in keys]
         group.curves.observe(
             np.concatenate([unique[by] for (unique, _, _), by in zip(keys, order, strict=True)]),
-            np.concatenate([count[by] for (_, _, count), by in zip(keys, order, strict=True)]).astype(
-                np.int32
-            ),
+            starts_of(np.concatenate([count[by] for (_, _, count), by in zip(keys, order, strict=True)])),
         )
         group.window.lookups, group.window.distinct_rows, again.known = lookups, distinct, known
         again.lookup_done(group, lacked)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cache_policies import PreparedTrace, lru_curve, prepare
-from cache_policies.live import LiveCurves
+from cache_policies.live import LiveCurves, starts_of
 from cache_policies.prepared import split
 from tierstore.trace import open_trace
 
@@ -14,7 +14,7 @@ from tierstore.trace import open_trace
 def observe(trace: PreparedTrace, curves: LiveCurves) -> None:
     for i in range(trace.batches):
         part = slice(trace.offsets[i], trace.offsets[i + 1])
-        curves.observe(trace.keys[trace.rows[part]], trace.uses[part].astype(np.int64))
+        curves.observe(trace.keys[trace.rows[part]], starts_of(trace.uses[part]))
 
 
 def test_a_table_that_fits_the_sample_is_exact():
@@ -52,9 +52,9 @@ def test_tables_do_not_depend_on_each_other():
         ids = rng.permutation(np.unique((10**6 * rng.random(9000) ** 4).astype(np.uint64)))
         which = rng.integers(0, 3, ids.size)
         keys, uses = numbers[which] << np.uint64(48) | ids, rng.integers(1, 9, ids.size)
-        together.observe(keys, uses)
+        together.observe(keys, starts_of(uses))
         for i, curves in enumerate(alone):
-            curves.observe(keys[which == i], uses[which == i])
+            curves.observe(keys[which == i], starts_of(uses[which == i]))
     for table, curves in zip((5, 2, 9), alone, strict=True):
         assert curves.rate(table) == together.rate(table) < 1
         sizes = np.geomspace(10, curves.footprint(table), 20).astype(int)
@@ -72,6 +72,6 @@ def test_memory_does_not_grow():
             rng.integers(0, 10**9, 20_000).astype(np.uint64)
             | (rng.integers(0, 26, 20_000).astype(np.uint64) << np.uint64(48))
         )
-        curves.observe(keys, np.ones(keys.size, np.int64))
+        curves.observe(keys, starts_of(np.ones(keys.size)))
     assert curves.nbytes == before < 3 << 20
     assert curves.footprint(7) == pytest.approx(30 * 20_000 / 26, rel=0.3)

@@ -254,9 +254,9 @@ class TierGroup:
 
     def _count(self, plan: _core.Plan, pinned: PinnedRows, every: list[FoundRows]) -> None:
         assert pinned.csr is not None
-        weight = np.diff(pinned.csr[0])
-        self.curves.observe(pinned.batch.unique, weight)
-        self.stats.count(plan, pinned.batch.unique[plan.absent], weight, every)
+        starts = pinned.csr[0]
+        self.curves.observe(pinned.batch.unique, starts)
+        self.stats.count(plan, pinned.batch.unique[plan.absent], starts, every)
         seconds = sum(tier.policy_seconds for tier in self.stack.exclusive)
         self.stats.counters.policy_seconds += seconds - self._policy_seconds
         self._policy_seconds = seconds

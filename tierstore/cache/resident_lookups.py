@@ -98,7 +98,7 @@ class ResidentLookups:
         with self._lock:
             lookups, table_rows, accesses, read_rows, (plan, announce, compute) = self._native.take()
             for rows in lookups:
-                self._curves.observe(rows.batch.unique, np.diff(rows.csr_start))
+                self._curves.observe(rows.batch.unique, rows.csr_start)
             if lookups:
                 self._stats.count_resident(len(lookups), np.array(table_rows, np.int64), accesses)
                 self._stats.counters.plan_seconds += plan

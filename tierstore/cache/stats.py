@@ -18,7 +18,7 @@ from tierstore.cache.tiers.protocol import FoundRows, Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import ID_BITS
 
-Weights = NDArray[np.int32]
+Starts = NDArray[np.int32]
 TableCounts = dict[str, NDArray[np.int64]]
 """By tier, for every table: unique rows looked up there, and rows that were found there."""
 
@@ -223,23 +223,25 @@ class GroupStats:
         self.tiers[first].count(rows, hits, *accesses)
         self.tables[first] += table_rows.T
 
-    def count(self, plan: _core.Plan, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
+    def count(self, plan: _core.Plan, missing: Keys, starts: Starts, lower: Sequence[FoundRows]) -> None:
         """Count a lookup whose rows are in place.
 
-        ``missing``: keys of the rows that the fast tier does not have at all. ``weight``: positions that
-        each of its rows stands for. ``lower``: what every tier under the first has that no tier above it has.
+        ``missing``: keys of the rows that the fast tier does not have at all. ``starts``: where the positions
+        of each row begin, and at last how many positions these are. ``lower``: what every tier under the
+        first has that no tier above it has.
         """
-        misses = plan.misses
-        rows, accesses = len(weight), int(weight.sum())
+        misses, absent = plan.misses, plan.absent
+        rows, accesses = len(starts) - 1, int(starts[-1])
+        missed_accesses = int((starts[misses + 1] - starts[misses]).sum())
         self.counters.lookups += 1
         self.counters.refused_rows += plan.refused
         # A row that is in an overflow slot counts as a miss, so that timing does not matter; the lower tiers
         # are not asked for it.
         first, *names = self._names
-        self.tiers[first].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
+        self.tiers[first].count(rows, rows - len(misses), accesses, accesses - missed_accesses)
         self.tables[first][:, 0] += plan.table_rows
         self.tables[first][:, 1] += plan.table_hits
-        missed, tables = weight[plan.absent], (missing >> np.uint64(ID_BITS)).astype(np.int64)
+        missed, tables = starts[absent + 1] - starts[absent], (missing >> np.uint64(ID_BITS)).astype(np.int64)
         left, reach = len(missed), int(missed.sum())
         for tier, found in zip(names, lower, strict=True):
             hit = found.here
