@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 
 from tierstore import _core
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import ResidentRows
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.lookup import (
+    AtOnceFunction,
     PooledGradients,
     SequenceGradients,
-    applied,
     readable_gradient,
     sequence_gradients,
 )
-from tierstore.modules.parts import Part, PooledPart, SequencePart, new_floats
-from tierstore.modules.wrappers import has_other_ranks
+from tierstore.modules.parts import Part, PooledPart, SequencePart, new_on_cpu
 
 if TYPE_CHECKING:
     from tierstore.modules.base import TieredModule
@@ -131,9 +131,7 @@ def trained_at_once(module: TieredModule, group: TierGroup) -> tuple[_core.Resid
     resident = group.resident
     if resident is None or (forward := resident.forward) is None or group.stats.before:
         return None
-    if module.observer is not None or module.makes_ahead or (anchor := module.anchor_to_train()) is None:
-        return None
-    if has_other_ranks():
+    if (anchor := module.anchor_at_once()) is None:
         return None
     group.check_open()
     return forward, anchor
@@ -148,7 +146,9 @@ def finished(
     if is_due:
         lookup.count_soon()
     if is_found:
-        return applied(anchor, module, lookup)
+        apply = AtOnceFunction.apply if _are_functorch_transforms_active() else AtOnceFunction.plain_apply
+        found: Tensor = apply(anchor, module, lookup)
+        return found
     whole = lookup.whole()
     lookup.out = None  # the tier may need the memory for the rows
     if isinstance(lookup, PooledAtOnce):
@@ -156,10 +156,10 @@ def finished(
     return module.rows_one_by_one(whole)[0]
 
 
-def new_output(shape: tuple[int, int]) -> Tensor | None:
+def new_output(rows: int, columns: int) -> Tensor | None:
     """Return memory for an output; None where it is refused: a lookup step by step asks for the rows' memory
     first, and says how large the budget should be."""
     try:
-        return new_floats(shape, "cpu")
+        return new_on_cpu(rows, columns)
     except RuntimeError:
         return None

@@ -29,7 +29,7 @@ from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.table_rules import TableRules
 from tierstore.modules.tables import leaf_of
 from tierstore.modules.trained_tables import TrainedTables
-from tierstore.modules.wrappers import active_ddp, has_other_ranks, refuse_replicas
+from tierstore.modules.wrappers import active_ddp, ranks, refuse_replicas
 from tierstore.optim.fused import FusedOptimizer
 from tierstore.optim.tables import Optimizers
 
@@ -167,11 +167,6 @@ class TieredModule(TrainedTables, nn.Module):
         return super().requires_grad_(requires_grad)
 
     @property
-    def makes_ahead(self) -> bool:
-        """Whether there are lookups made ahead of their forward calls."""
-        return bool(self._ahead)
-
-    @property
     def trains(self) -> bool:
         """Whether a forward call now would be followed by an update."""
         return self.training and torch.is_grad_enabled() and not self.frozen
@@ -200,7 +195,7 @@ class TieredModule(TrainedTables, nn.Module):
 
     def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
-        if (updates or self.training) and not self.collective and has_other_ranks():
+        if (updates or self.training) and not self.collective and ranks() > 1:
             self._refuse_replicas(updates)
         if updates:
             lookup.acquire()
@@ -215,11 +210,14 @@ class TieredModule(TrainedTables, nn.Module):
             return self.anchor if leaf is None else leaf
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
-    def anchor_to_train(self) -> Tensor | None:
-        """Return :meth:`gradient_anchor`, outside of a compiler; None if this forward call trains nothing."""
-        if not self.training or not torch.is_grad_enabled():
+    def anchor_at_once(self) -> Tensor | None:
+        """Return :meth:`gradient_anchor`, outside of a compiler, if this forward call trains rows, nobody
+        makes or watches lookups ahead, and no process of several has to be checked; else None."""
+        if not self.training or self._ahead or self.observer is not None or not torch.is_grad_enabled():
             return None
-        if self._shown and active_ddp() is None:
+        if (count := ranks()) > 1:
+            return None
+        if self._shown and (not count or active_ddp() is None):
             return leaf_of(self._shown, self.anchor)
         return None if self.frozen else self.gradient_anchor()
 

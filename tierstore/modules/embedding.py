@@ -238,7 +238,7 @@ class TieredEmbedding(SingleTable):
             return None
         ids = self.ids_of(input)
         given = described(ids)
-        if (out := new_output((given[1], self.embedding_dim))) is None:
+        if (out := new_output(given[1], self.embedding_dim)) is None:
             return None
         forward, anchor = trained
         made = forward.copy_each(self._features.native, given, out.data_ptr())

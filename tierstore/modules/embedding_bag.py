@@ -219,7 +219,7 @@ class TieredEmbeddingBag(SingleTable):
             rest = (described(offsets), self.include_last_offset)
             if ids.dim() != 1 or offsets.dim() != 1 or bags < 0:
                 return None
-        if (out := new_output((bags, self.embedding_dim))) is None:
+        if (out := new_output(bags, self.embedding_dim)) is None:
             return None
         given = described(ids)
         made = call(own.native, given, self._output, out.data_ptr(), *rest)

@@ -51,11 +51,15 @@ class Features:
         """The features' names in the input."""
         self.outputs = [feature.output for feature in self.all]
         """The features' names in the output: ``feature@table`` if several tables have the feature."""
+        self.number_of = {name: number for number, name in enumerate(self.outputs)}
+        """The features' numbers by their names in the output."""
         self.dims = [feature.config.embedding_dim for feature in self.all]
         self.bounds = [feature.config.num_embeddings for feature in self.all]
         self.modes = [0] * len(self.all)
         """How bags are pooled; where rows are returned one by one nothing asks."""
         self._key_bounds: KeyBounds | None = None
+        self.bounds_ids = False
+        """Whether ids that are out of range may be no error."""
 
     def tables(self) -> list[Table]:
         """Return the tables as an engine takes them."""
@@ -91,11 +95,7 @@ class Features:
     def check_bounds(self, modes: Mapping[str, str]) -> None:
         """Let ids that are out of range do what ``modes`` say, by table: of config.BOUNDS_CHECKS."""
         self._key_bounds = KeyBounds(self.configs, modes) or None
-
-    @property
-    def bounds_ids(self) -> bool:
-        """Whether ids that are out of range may be no error."""
-        return self._key_bounds is not None
+        self.bounds_ids = self._key_bounds is not None
 
     def values_of(self, keyed: KeyedJaggedTensor) -> Tensor:
         """Return the ids of all keys, checked and in contiguous memory."""

@@ -21,6 +21,7 @@ class JaggedRows:
     """
 
     _whole_ids: tuple[Tensor, list[int]] | None = None
+    _bags: list[int] | None = None  # of every key, where they differ
     _cut_rows: Sequence[Tensor] | None = None
     _cut_lengths: Sequence[Tensor] | None = None
     _cut_ids: Sequence[Tensor] | None = None
@@ -37,13 +38,14 @@ class JaggedRows:
         # The caller may give the batch other tensors before anybody asks for these.
         lengths = keyed.lengths()
         self._whole_lengths = lengths if device == "cpu" else lengths.to(device)
-        self._bags = keyed.stride_per_key()
+        if keyed.variable_stride_per_key():
+            self._bags = keyed.stride_per_key()
         if with_ids:
             self._whole_ids = keyed.values().to(device), keyed.length_per_key()
 
     def by_output(self) -> dict[str, JaggedTensor]:
         """Return the features' rows with the lengths of their bags by the features' names in the output."""
-        return jagged_by_name(self._features.outputs, self)
+        return jagged_by_name(self._features.number_of, self)
 
     def values(self, number: int) -> Tensor:
         if self._cut_rows is None:
@@ -52,8 +54,10 @@ class JaggedRows:
 
     def lengths(self, number: int) -> Tensor:
         if self._cut_lengths is None:
-            cut = self._whole_lengths.split(self._bags)
-            self._cut_lengths = [cut[key] for key in self._features.keys_of(self._keyed)]
+            keys, lengths, bags = self._features.keys_of(self._keyed), self._whole_lengths, self._bags
+            count = len(self._keyed.keys())
+            cut = lengths.split([lengths.numel() // count] * count if bags is None else bags)
+            self._cut_lengths = [cut[key] for key in keys]
         return self._cut_lengths[number]
 
     def weights(self, number: int) -> Tensor | None:

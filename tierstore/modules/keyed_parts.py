@@ -129,11 +129,8 @@ class KeyedParts:
             _Part(group, members, KeyedFeatures([every[number] for number in members]))
             for group, members in zip(distinct, self.members, strict=True)
         ]
-
-    @property
-    def only(self) -> _Part | None:
+        self.only = self._parts[0] if len(self._parts) == 1 else None
         """The part, if there is one alone."""
-        return self._parts[0] if len(self._parts) == 1 else None
 
     def fit(self, keyed: KeyedJaggedTensor, engine: Engine) -> bool:
         """Return whether these are the parts of this batch, too. Going to a commit makes other tier

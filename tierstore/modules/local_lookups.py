@@ -19,7 +19,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.jagged_rows import rows_by_feature
-from tierstore.modules.keyed_parts import Integers, KeyedParts, bags_of, described, integers, plainly
+from tierstore.modules.keyed_parts import KeyedParts, bags_of, described, integers, plainly
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor, uniform
 
@@ -48,25 +48,21 @@ class _Local:
         """Return what a lookup in one native call takes. None where a lookup takes more, and for the first
         batch with other keys."""
         parts, plain = self._parts, uniform(keyed)
-        if parts is None or plain is None:
+        if parts is None or plain is None or (part := parts.only) is None:
             return None
-        keys, values, lengths, offsets, stride = plain
-        if (part := parts.only) is None or not parts.are_of(keys, self._engine) or not values.is_cpu:
+        keys, values, lengths, offsets = plain
+        if not parts.are_of(keys, self._engine) or not values.is_cpu:
             return None
         if (trained := trained_at_once(module, part.group)) is None:
             return None
-        ids, held = self._ids(keyed, values)
+        ids = None if self._features.bounds_ids or values.dim() != 1 else plainly(values)
+        if ids is None:
+            values = self._features.values_of(keyed)
+            ids = described(values)
         counts, kept = integers(lengths)
         first, also = (None, None) if offsets is None else integers(offsets)
-        bags = counts, len(keys), stride, first
-        return part, *trained, (part.features.native, ids), bags, (held, kept, also)
-
-    def _ids(self, keyed: KeyedJaggedTensor, values: Tensor) -> tuple[Integers, Tensor]:
-        """Return the ids of ``keyed`` as the core takes them, and what has their memory."""
-        if values.dim() == 1 and not self._features.bounds_ids and (plain := plainly(values)) is not None:
-            return plain, values
-        values = self._features.values_of(keyed)
-        return described(values), values
+        bags = counts, len(keys), counts[1] // len(keys), first
+        return part, *trained, (part.features.native, ids), bags, (values, kept, also)
 
 
 class LocalPooling(_Local):
@@ -114,7 +110,7 @@ class LocalPooling(_Local):
         if own.is_weighted or own.takes_max or (begun := self._begun(module, keyed)) is None:
             return None
         part, forward, anchor, given, bags, _kept = begun
-        out = new_output((bags[2], own.width))
+        out = new_output(bags[2], own.width)
         if out is None:
             return None
         places = part.output(own.side_by_side)
@@ -172,7 +168,7 @@ class LocalRows(_Local):
         parts = self._parts
         if parts is None or not parts.cover_keys:
             return None
-        out = new_output((given[1][1], part.group.layout.dim))
+        out = new_output(given[1][1], part.group.layout.dim)
         made = None if out is None else forward.copy_lengths(*given, out.data_ptr(), *bags)
         if out is None or made is None:
             return None

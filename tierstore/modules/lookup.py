@@ -13,7 +13,6 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
@@ -182,13 +181,6 @@ class AtOnceFunction(LookupFunction):
             if _reaches_rows(ctx):
                 _update_or_keep(ctx.module, ctx.lookup.whole(), ctx.lookup.gradients(grads[0]))
         return None, None, None
-
-
-def applied(anchor: Tensor, module: Updates, lookup: LookupAtOnce) -> Tensor:
-    """Return the output of ``lookup``, whose backward pass updates the rows of ``module``."""
-    apply = AtOnceFunction.apply if _are_functorch_transforms_active() else AtOnceFunction.plain_apply
-    found: Tensor = apply(anchor, module, lookup)
-    return found
 
 
 def _weighted(

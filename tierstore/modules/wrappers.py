@@ -32,9 +32,11 @@ _replicated: WeakSet[nn.Module] = WeakSet()
 """Modules that a DistributedDataParallel of several ranks has called in training mode."""
 
 
-def has_other_ranks() -> bool:
-    """Return whether this process is one of several."""
-    return _group is not None and _group.WORLD is not None and torch.distributed.get_world_size() > 1
+def ranks() -> int:
+    """Return how many processes train together; 0 if torch has not been told of any."""
+    if _group is None or _group.WORLD is None:
+        return 0
+    return torch.distributed.get_world_size()
 
 
 def refuse_replicas(

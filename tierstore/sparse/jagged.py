@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, repeat
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -288,13 +288,16 @@ class JaggedTensor(JaggedBase):
 _FROM_SOURCE = ("_values", "_weights", "_lengths")
 
 
-def jagged_by_name(names: Sequence[str], source: JaggedSource) -> dict[str, JaggedTensor]:
-    """Return a JaggedTensor for each name, which gets its parts from ``source`` when they are asked for."""
-    made = [*map(object.__new__, repeat(JaggedTensor, len(names)))]
-    for number, jagged in enumerate(made):
+def jagged_by_name(numbers: dict[str, int], source: JaggedSource) -> dict[str, JaggedTensor]:
+    """Return a JaggedTensor for each name, which gets the parts of its number from ``source`` when they are
+    asked for."""
+    make = object.__new__
+    found: dict[str, Any] = numbers.copy()  # type: ignore[assignment]  # fewer steps than an empty one
+    for name, number in numbers.items():
+        found[name] = jagged = make(JaggedTensor)
         jagged._source = source
         jagged._number = number
-    return dict(zip(names, made, strict=True))
+    return found
 
 
 # A node of a graph that FX traces, since proxies do not tell whether there are weights.

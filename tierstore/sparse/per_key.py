@@ -34,8 +34,8 @@ class Keys(metaclass=Traceable):
         return self.index_per_key()
 
 
-Uniform = tuple[list[str], Tensor, Tensor, Tensor | None, int]
-"""Keys, values, lengths, offsets if they are known, and the number of bags of every key."""
+Uniform = tuple[list[str], Tensor, Tensor, Tensor | None]
+"""Keys, values, lengths, and offsets if they are known."""
 
 
 class FiguresPerKey(JaggedBase, Keys):
@@ -169,9 +169,7 @@ def uniform(keyed: FiguresPerKey) -> Uniform | None:
     inverse = keyed._inverse_indices
     if keyed._stride_per_key_per_rank is not None or (inverse is not None and inverse[1].numel()):
         return None
-    lengths, stride = keyed._lengths, keyed._stride
+    lengths = keyed._lengths
     if lengths is None:
         lengths = keyed.lengths()
-    if stride is None:
-        stride = keyed.stride()
-    return keyed._keys, keyed._values, lengths, keyed._offsets, stride
+    return keyed._keys, keyed._values, lengths, keyed._offsets
