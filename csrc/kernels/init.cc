@@ -96,8 +96,10 @@ struct InitKernel {
       FillColumns<16>(args.tables, table, id, first - skip, skip, args.dim, row);
       c = 16 - skip;
     }
-    for (; args.dim - c > 16; c += 64)
+    for (; args.dim - c > 32; c += 64)
       FillColumns<64>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
+    for (; args.dim - c > 16; c += 32)
+      FillColumns<32>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
     for (; c < args.dim; c += 16)
       FillColumns<16>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
   }
