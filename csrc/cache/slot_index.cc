@@ -104,8 +104,10 @@ void SlotIndex::Place(std::uint64_t entry) {
 void SlotIndex::Grow() {
   OwnArray<std::uint64_t> old(entries_.size() * 2, kEmpty);
   std::swap(old, entries_);
-  for (const std::uint64_t entry : old) {
-    if (entry != kEmpty) Place(entry);
+  for (std::size_t i = 0; i < old.size(); ++i) {
+    // An empty entry's home is a place, too.
+    if (i + kBlock < old.size()) __builtin_prefetch(&entries_[Home(EntryTag(old[i + kBlock]))], 1);
+    if (old[i] != kEmpty) Place(old[i]);
   }
 }
 
@@ -187,7 +189,10 @@ void SlotIndex::MoveEntries(Table* table) {
 // Moves each entry into the array of its table, or into `entries` where the table has no array.
 void SlotIndex::Rebuild(OwnArray<std::uint64_t> entries) {
   std::swap(entries, entries_);
-  for (const std::uint64_t entry : entries) {
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (i + kBlock < entries.size() && entries[i + kBlock] != kEmpty)
+      __builtin_prefetch(&Key(EntrySlot(entries[i + kBlock])));
+    const std::uint64_t entry = entries[i];
     if (entry == kEmpty) continue;
     const std::uint32_t slot = EntrySlot(entry);
     if (std::int32_t* const place = Direct(Key(slot)); place != nullptr)
