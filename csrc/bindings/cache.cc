@@ -4,9 +4,12 @@
 #include <optional>
 
 #include "bindings/arrays.h"
+#include "bindings/csr.h"
+#include "bindings/host_rows.h"
 #include "bindings/registry.h"
 #include "cache/batch.h"
 #include "cache/held_rows.h"
+#include "cache/sort_keys.h"
 #include "cache/sweep.h"
 #include "cache/window.h"
 #include "common/content_hash.h"
@@ -18,7 +21,7 @@ namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-py::tuple MakeBatch(const py::list& segments) {
+std::vector<IdSegment> SegmentsOf(const py::list& segments) {
   std::vector<IdSegment> list;
   for (const py::handle item : segments) {
     const auto t = item.cast<py::tuple>();
@@ -26,6 +29,11 @@ py::tuple MakeBatch(const py::list& segments) {
                     t[2].cast<bool>(), t[3].cast<std::uint32_t>(), t[4].cast<std::int64_t>(),
                     t[5].cast<std::int64_t>()});
   }
+  return list;
+}
+
+py::tuple MakeBatch(const py::list& segments) {
+  const std::vector<IdSegment> list = SegmentsOf(segments);
   auto batch = std::make_shared<Batch>();
   BadId bad;
   {
@@ -33,6 +41,22 @@ py::tuple MakeBatch(const py::list& segments) {
     bad = Deduplicate(list, batch.get());
   }
   return py::make_tuple(batch, bad.segment, bad.position, bad.id);
+}
+
+py::tuple MakeSortKeys(const py::list& segments, const std::vector<std::uint32_t>& bases,
+                       std::uint32_t skipped, Array<std::uint32_t>& keys) {
+  const std::vector<IdSegment> list = SegmentsOf(segments);
+  std::int64_t count = 0;
+  for (const IdSegment& segment : list) count += segment.count;
+  Require(bases.size() == list.size(), "every segment needs the base of its table");
+  Require(keys.size() == count, "there must be as many keys as ids");
+  std::uint32_t* const to = keys.mutable_data();
+  BadId bad;
+  {
+    const py::gil_scoped_release unlocked;
+    bad = WriteSortKeys(list, bases, skipped, to);
+  }
+  return py::make_tuple(bad.segment, bad.position, bad.id);
 }
 
 void BindHeldRows(py::module_& m) {
@@ -161,9 +185,33 @@ void BindWindow(py::module_& m) {
 TIERSTORE_BINDINGS(cache) {
   using namespace tierstore;
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
+      .def(py::init([](const Array<std::uint64_t>& unique) {
+             auto batch = std::make_shared<Batch>();
+             batch->unique.assign(unique.data(), unique.data() + unique.size());
+             return batch;
+           }),
+           py::arg("unique"), "A batch of these keys (uint64), of which a device has the rest.")
       .def_property_readonly("unique", [](py::object self) { return View(self.cast<Batch&>().unique, self); })
       .def_property_readonly("inverse",
-                             [](py::object self) { return View(self.cast<Batch&>().inverse, self); });
+                             [](py::object self) { return View(self.cast<Batch&>().inverse, self); })
+      .def_property_readonly(
+          "device_inverse", [](py::object self) { return View(self.cast<Batch&>().inverse, self); },
+          "The inverse as calls of the lookup's device take it.")
+      .def_property_readonly(
+          "is_whole", [](const Batch& batch) { return !batch.inverse.empty() || batch.unique.empty(); },
+          "Whether the core has the inverse.")
+      .def(
+          "transposed",
+          [](const Batch& batch) {
+            return Transposed(batch.inverse, batch.parts, static_cast<std::int64_t>(batch.unique.size()));
+          },
+          "Do what build_csr does, by the threads of the pool.")
+      .def("bring", [](const Batch&) {}, "Let the host have the inverse, and the positions of transposed().");
+  m.def("sort_keys", &MakeSortKeys, py::arg("segments"), py::arg("bases"), py::arg("skipped"),
+        py::arg("keys").noconvert(),
+        "Write a number (uint32) for every id of the segments, as make_batch takes them: the base of its "
+        "table and the id, or `skipped` for padding. Returns (bad segment or -1, position of the bad id, the "
+        "id).");
   m.def("make_batch", &MakeBatch, py::arg("segments"),
         "Deduplicate ids. segments has (address, count, is_int32, table, bound, padding id or -1) of each "
         "feature. Returns (batch, bad segment or -1, position of the bad id, the id).");

@@ -1,13 +1,12 @@
-// Binds the functions that kernels need beside rows (bindings/rows.cc): the transpose of a batch, threads and
-// instruction sets.
+// Binds the functions that kernels need beside rows (bindings/rows.cc): the transpose of a lookup, threads
+// and instruction sets.
 #include <cstring>
-#include <span>
 #include <stdexcept>
 #include <string>
 
 #include "bindings/arrays.h"
+#include "bindings/csr.h"
 #include "bindings/host_rows.h"
-#include "cache/csr.h"
 #include "common/thread_pool.h"
 #include "kernels/isa.h"
 
@@ -15,23 +14,6 @@ namespace py = pybind11;
 
 namespace tierstore {
 namespace {
-
-py::tuple Transposed(std::span<const std::int32_t> inverse, const PositionParts& parts,
-                     std::int64_t num_unique) {
-  Array<std::int32_t> start = Fresh<std::int32_t>(num_unique + 1);
-  std::int32_t* starts = start.mutable_data();
-  {
-    py::gil_scoped_release release;
-    CountPositions(inverse, parts, num_unique, starts);
-  }
-  Array<std::int32_t> positions = Fresh<std::int32_t>(starts[num_unique]);
-  std::int32_t* to = positions.mutable_data();
-  {
-    py::gil_scoped_release release;
-    PlacePositions(inverse, parts, num_unique, starts, to);
-  }
-  return py::make_tuple(start, positions);
-}
 
 py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_unique) {
   Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must be between 0 and 2^31 - 1");
@@ -90,13 +72,6 @@ TIERSTORE_BINDINGS(kernels) {
   m.def("build_csr", &BindBuildCsr, py::arg("inverse").noconvert(), py::arg("num_unique"),
         "Return (start int32[num_unique + 1], positions int32[m]): the positions of every unique row, "
         "ascending. Entries of inverse (int32[n]) below 0 are left out.");
-  m.def(
-      "transposed",
-      [](const Batch& batch) {
-        return Transposed(batch.inverse, batch.parts, static_cast<std::int64_t>(batch.unique.size()));
-      },
-      py::arg("batch"), "Do what build_csr does for a batch, by the threads of the pool.");
-
   m.def(
       "bag_offsets", &BindBagOffsets, py::arg("lengths"),
       "Add up the lengths of each feature's bags (int64). Returns where every bag begins and the end of the "

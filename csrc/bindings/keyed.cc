@@ -183,12 +183,32 @@ KeyedBags KeyedFeatures::Own(const KeyedBags& bags) const {
 
 namespace {
 
-std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& id_args,
-                                 BadId* bad) {
+std::vector<IdSegment> CheckedSegments(const KeyedFeatures& self, const KeyedBags& bags,
+                                       const IntegerArgs& id_args) {
   const Integers ids(id_args);
   self.Check(bags);
   Require(ids.count == bags.num_ids(), "the bags are of another number of ids");
-  const std::vector<IdSegment> segments = self.Segments(bags, ids);
+  return self.Segments(bags, ids);
+}
+
+py::list ListSegments(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids) {
+  py::list segments;
+  for (const IdSegment& s : CheckedSegments(self, bags, ids))
+    segments.append(
+        py::make_tuple(reinterpret_cast<Address>(s.ids), s.count, s.is_int32, s.table, s.bound, s.padding));
+  return segments;
+}
+
+auto OwnBags(const KeyedFeatures& self, const KeyedBags& bags, const Array<std::int64_t>& out_offset,
+             const Array<std::int64_t>& out_stride) {
+  self.Check(bags);
+  const KeyedBags own = self.Own(bags);
+  return BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, self.modes}.Checked();
+}
+
+std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids,
+                                 BadId* bad) {
+  const std::vector<IdSegment> segments = CheckedSegments(self, bags, ids);
   auto batch = std::make_shared<Batch>();
   const py::gil_scoped_release unlocked;
   *bad = Deduplicate(segments, batch.get());
@@ -199,10 +219,8 @@ py::tuple MakeLookup(const KeyedFeatures& self, const KeyedBags& bags, const Int
                      const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride) {
   BadId bad;
   auto batch = MakeBatch(self, bags, ids, &bad);
-  const KeyedBags own = self.Own(bags);
-  return py::make_tuple(std::move(batch),
-                        BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, self.modes}.Checked(),
-                        bad.segment, bad.position, bad.id);
+  return py::make_tuple(std::move(batch), OwnBags(self, bags, out_offset, out_stride), bad.segment,
+                        bad.position, bad.id);
 }
 
 py::tuple MakeRowLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids) {
@@ -256,6 +274,10 @@ TIERSTORE_BINDINGS(keyed) {
            "Deduplicate the ids of all features. ids are given as the lengths of KeyedBags are, out_offset "
            "and out_stride as in Bags. Returns (Batch, Bags, bad feature or -1, position of the bad id, the "
            "id).")
+      .def("segments", &ListSegments, py::arg("bags"), py::arg("ids"),
+           "Return the ids of each feature, as make_batch takes them.")
+      .def("bags", &OwnBags, py::arg("bags"), py::arg("out_offset").noconvert(),
+           py::arg("out_stride").noconvert(), "Return the Bags of lookup.")
       .def("lookup_rows", &MakeRowLookup, py::arg("bags"), py::arg("ids"),
            "Do what lookup does for features whose rows are returned one by one. Returns the same without "
            "Bags.");

@@ -13,7 +13,7 @@ namespace tierstore {
 
 class SlotMarks {
  public:
-  static constexpr int kStreamBits = 2;
+  static constexpr int kStreamBits = 3;
   // The newest mark of each stream, 0 where a stream has no mark.
   using Newest = std::array<std::int64_t, std::size_t{1} << kStreamBits>;
 

@@ -174,4 +174,52 @@ struct InitRowsArgs {
   const int64_t* columns;
 };
 
+// A pass of a stable sort of n keys, with their positions, by `bits` bits from `shift` on.
+struct SortArgs {
+  const uint32_t* keys;
+  const int32_t* positions;  // none: i
+  uint32_t* sorted_keys;
+  int32_t* sorted_positions;
+  int32_t* counts;  // a row of `stride` for each value of the bits: keys with it in each tile, or before it
+  int64_t stride;
+  const int32_t* totals;  // of each row
+  int64_t n;
+  int32_t shift;
+  int32_t bits;
+};
+
+// num_rows rows of `columns` numbers, `stride` apart, a multiple of 4, that become the sums of the numbers
+// before each; `totals` gets the sum of each row.
+struct SumsArgs {
+  int32_t* rows;
+  int64_t num_rows;
+  int64_t columns;
+  int64_t stride;
+  int32_t* totals;
+};
+
+// cache/batch.h, Batch, and cache/csr.h of n positions, whose keys are sorted. The key of a position is its
+// id behind the `base` of its table; positions with the key `skipped`, which is the largest, use no row.
+struct BatchArgs {
+  const uint32_t* keys;
+  const uint32_t* sorted_keys;
+  const int32_t* sorted_positions;
+  int64_t n;
+  uint32_t skipped;
+  int32_t num_tables;
+  const uint32_t* bases;   // ascending
+  const uint32_t* tables;  // the number of each table
+  int32_t* first_runs;     // where in a tile of sorted keys the first run of equal keys begins; n: nowhere
+  int32_t* last_runs;      // where the last one does; -1: nowhere
+  int32_t* firsts;         // of each position: the length of the run that it is the first position of, then
+                           // which unique key that is; 0: it is not the first one
+  int32_t* sums;           // of the tiles of positions: a row of runs, a row of lengths
+  int64_t stride;
+  const int32_t* totals;  // the number of unique keys, and of positions that use a row
+  uint64_t* unique;
+  int32_t* inverse;
+  int32_t* csr_start;
+  int32_t* csr_positions;
+};
+
 }  // namespace tierstore::cuda

@@ -126,6 +126,10 @@ template <typename T>
 TIERSTORE_DEVICE T ShuffleFrom(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
+TIERSTORE_DEVICE unsigned Ballot(bool here) { return __ballot_sync(0xffffffffu, here); }
+TIERSTORE_DEVICE int CountBits(unsigned bits) { return __popc(bits); }
+TIERSTORE_DEVICE int FirstBit(unsigned bits) { return __ffs(static_cast<int>(bits)) - 1; }
+TIERSTORE_DEVICE int LastBit(unsigned bits) { return 31 - __clz(static_cast<int>(bits)); }
 #else
 template <Hint kHint = kCached, typename T>
 T Load(const T* from) {
@@ -148,6 +152,11 @@ template <typename T>
 T ShuffleFrom(T value, int lane) {
   return emulator::Shuffle(value, lane);
 }
+// The lanes in which `here` holds. All threads of the warp must call it.
+inline unsigned Ballot(bool here) { return emulator::Ballot(here); }
+inline int CountBits(unsigned bits) { return std::popcount(bits); }
+inline int FirstBit(unsigned bits) { return std::countr_zero(bits); }
+inline int LastBit(unsigned bits) { return 31 - std::countl_zero(bits); }
 #endif
 
 TIERSTORE_DEVICE bool IsFinite(float x) { return (BitsOf(x) & 0x7f800000u) != 0x7f800000u; }

@@ -174,6 +174,20 @@ T Shuffle(T value, int from) {
   return got;
 }
 
+// A shuffle by which a thread gets a bit from every thread of the warp.
+inline unsigned Ballot(bool here) {
+  constexpr int kFromAll = -1;
+  return static_cast<unsigned>(Shuffle<std::uint64_t>(here ? 1 : 0, kFromAll));
+}
+
+// What a thread gets at a shuffle that all threads have reached.
+inline std::uint64_t Got(int from) {
+  if (from >= 0) return machine.fibers[static_cast<std::size_t>(from)].sent;
+  std::uint64_t bits = 0;
+  for (std::size_t lane = 0; lane < kWarp; ++lane) bits |= (machine.fibers[lane].sent & 1) << lane;
+  return bits;
+}
+
 // Where a fiber begins: the main program goes on, and comes back for the body of every warp.
 inline void Enter() {
   Fiber& mine = Current();
@@ -239,8 +253,7 @@ inline std::string Launch(unsigned blocks, unsigned threads, unsigned seed, std:
     blockIdx.x = warp / (threads / kWarp);
     for (std::size_t lane = 0; lane < kWarp; ++lane) Start(lane);
     while (RunToShuffle(warp % (threads / kWarp) * kWarp, &random)) {
-      for (Fiber& fiber : machine.fibers)
-        fiber.got = machine.fibers[static_cast<std::size_t>(fiber.from)].sent;
+      for (Fiber& fiber : machine.fibers) fiber.got = Got(fiber.from);
       for (Fiber& fiber : machine.fibers) fiber.waits = false;
     }
     if (!machine.error.empty()) break;

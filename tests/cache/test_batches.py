@@ -116,7 +116,7 @@ def test_large_lookups_are_the_same_for_any_number_of_threads(
         assert batch.inverse.tolist() == inverse
         rows = np.array(inverse)
         used = np.flatnonzero(rows >= 0)
-        for start, positions in (_core.build_csr(batch.inverse, len(unique)), _core.transposed(batch)):
+        for start, positions in (_core.build_csr(batch.inverse, len(unique)), batch.transposed()):
             assert positions.tolist() == used[np.argsort(rows[used], kind="stable")].tolist()
             assert np.diff(start).tolist() == np.bincount(rows[used], minlength=len(unique)).tolist()
 
@@ -153,7 +153,7 @@ def test_lookups_around_the_sizes_of_parts(past: int, threads: Callable[[int], N
         batch, _ = made(segments)
         assert batch.unique.tolist() == unique
         assert batch.inverse.tolist() == inverse
-        start, positions = _core.transposed(batch)
+        start, positions = batch.transposed()
         again = _core.build_csr(np.array(inverse, np.int32), len(unique))
         assert start.tolist() == again[0].tolist()
         assert positions.tolist() == again[1].tolist()

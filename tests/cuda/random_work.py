@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,14 +14,27 @@ from tests.cuda.fake_device import FakeDevice
 from tests.kernels.kernel_oracle import Step
 from tierstore import GpuError
 from tierstore import _core as core
+from tierstore.cuda import lookups
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.rows import Departure
 from tierstore.cuda.staged import Staged
 from tierstore.row_format import RowFormat
 
 SLOTS = 40
-Batch = tuple[core.LookupArgs, core.Bags, np.ndarray, int, tuple[np.ndarray, np.ndarray]]
-"""Rows, bags, weights, floats of the output, and the positions of every row."""
+Csr = tuple[np.ndarray, np.ndarray]
+
+
+class Batch(NamedTuple):
+    """Rows, bags, weights, floats of the output, and the positions of every row: as the GPU takes them, and
+    as the host does, who may not have what the GPU has made."""
+
+    args: core.LookupArgs
+    bags: core.Bags
+    weights: np.ndarray
+    size: int
+    csr: Csr
+    host_args: core.LookupArgs
+    host_csr: Csr
 
 
 class RandomWork:
@@ -79,10 +93,31 @@ class RandomWork:
 
     def stage(self) -> None:
         """Plan a lookup, which several operations then make."""
-        args, bags, *_, csr = batch = self._new_batch()
-        more = bags.arrays
-        staged = self.device.stage(args.slots, args.inverse, csr, more)
+        batch = self._new_batch()
+        if self.random.random() < 0.5:
+            batch = self._made(batch)
+        staged = self.device.stage(batch.args.slots, batch.args.inverse, batch.csr, batch.bags.arrays)
         self.planned = [*self.planned[-1:], (batch, staged)]
+
+    def _made(self, planned: Batch) -> Batch:
+        """Return a lookup of the same bags that the device has made of ids, if it makes one."""
+        ids = planned.args.inverse.astype(np.int64) % SLOTS  # of -1: the last one, which is skipped
+        segments = [(ids.ctypes.data, len(ids), False, 0, SLOTS, SLOTS - 1)]
+        with mock.patch.object(lookups, "MAKES_FROM", 1):
+            made, *_ = self.device.make_batch(segments)
+        host, *_ = core.make_batch(segments)
+        np.testing.assert_array_equal(made.unique, host.unique)
+        if not len(host.unique):
+            return planned
+        assert isinstance(made, lookups.GpuBatch)
+        slots = planned.args.slots[host.unique.astype(np.int64)]
+        if self.random.random() < 0.2:
+            np.testing.assert_array_equal(made.inverse, host.inverse)
+        args = core.LookupArgs(dim=self.dim, slots=slots, inverse=made.device_inverse)
+        host_args = core.LookupArgs(dim=self.dim, slots=slots, inverse=host.inverse)
+        return planned._replace(
+            args=args, csr=made.transposed(), host_args=host_args, host_csr=host.transposed()
+        )
 
     def leave(self) -> None:
         """Copy rows out; their slots may be filled while the rows are on their way."""
@@ -98,53 +133,56 @@ class RandomWork:
             departure.end()
 
     def lookup(self) -> None:
-        args, bags, weights, size, _ = self._batch()
+        args, bags, weights, size, _, host_args, _ = self._batch()
         out, argmax = np.zeros(size, np.float32), np.full((len(bags.offsets) - 1, self.dim), -9, np.int32)
         positions, stride = len(args.inverse), self.dim + int(self.random.integers(3))
         for shape in ((out, weights, argmax), np.zeros((positions, stride), np.float32)):
             if isinstance(shape, tuple):
                 ours, theirs = [a.copy() for a in shape], [a.copy() for a in shape]
                 self.rows.lookup_pooled(args, bags, *(self.device.share(a) for a in ours))
-                self.host.lookup_pooled(args, bags, *(a.ctypes.data for a in theirs))
+                self.host.lookup_pooled(host_args, bags, *(a.ctypes.data for a in theirs))
                 self.outputs += zip(ours, theirs, strict=True)
             else:
                 mine = shape.copy()
                 self.rows.lookup_rows(args, self.device.share(mine), stride)
-                self.host.lookup_rows(args, shape.ctypes.data, stride)
+                self.host.lookup_rows(host_args, shape.ctypes.data, stride)
                 self.outputs.append((mine, shape))
 
     def differentiate(self) -> None:
-        args, bags, weights, size, _ = self._batch()
+        args, bags, weights, size, _, host_args, _ = self._batch()
         grad = self.random.standard_normal(size).astype(np.float32)
         mine, expected = np.zeros_like(weights), np.zeros_like(weights)
         self.rows.weight_grads(args, bags, self.device.share(grad), self.device.share(mine))
-        self.host.weight_grads(args, bags, grad.ctypes.data, expected.ctypes.data)
+        self.host.weight_grads(host_args, bags, grad.ctypes.data, expected.ctypes.data)
         self.outputs.append((mine, expected))
 
     def update(self) -> None:
-        args, bags, weights, size, (start, positions) = self._batch()
+        args, bags, weights, size, csr, _, host_csr = self._batch()
         checks = self.random.random() < 0.2
         step = core.OptimizerStep(kind=self.kind, lr=0.1, eps=1e-8, beta1=0.9, beta2=0.99, step=3)
-        given = core.UpdateArgs(
-            dim=self.dim, slots=args.slots, csr_start=start, csr_positions=positions, step=step,
-            check_finite=checks,
+        given, of_host = (
+            core.UpdateArgs(
+                dim=self.dim, slots=args.slots, csr_start=start, csr_positions=positions, step=step,
+                check_finite=checks,
+            )
+            for start, positions in (csr, host_csr)
         )  # fmt: skip
         rounding = None
         if self.random.random() < 0.5:
             keys = self.random.integers(0, 1 << 40, len(args.slots), dtype=np.uint64)
             rounding = core.UpdateRounding(keys=keys, seeds=np.array([5], np.uint64), columns=np.array([3]))
-        argmax = np.full((len(bags.offsets) - 1, self.dim), int(positions.max(initial=0)), np.int32)
+        argmax = np.full((len(bags.offsets) - 1, self.dim), int(host_csr[1].max(initial=0)), np.int32)
         if self.random.random() < 0.5:
             grad = self._gradients(size, checks)
             ours = self.rows.update_pooled(
                 given, bags, *(self.device.share(a) for a in (grad, weights, argmax)), rounding
             )
             at = (a.ctypes.data for a in (grad, weights, argmax))
-            theirs = self.host.update_pooled(given, bags, *at, rounding)
+            theirs = self.host.update_pooled(of_host, bags, *at, rounding)
         else:
             grad = self._gradients(len(args.inverse) * self.dim, checks)
             ours = self.rows.update_rows(given, self.device.share(grad), self.dim, rounding)
-            theirs = self.host.update_rows(given, grad.ctypes.data, self.dim, rounding)
+            theirs = self.host.update_rows(of_host, grad.ctypes.data, self.dim, rounding)
         assert ours.tolist() == theirs.tolist()
 
     # -- all of them -----------------------------------------------------------------------------
@@ -207,7 +245,8 @@ class RandomWork:
         )  # fmt: skip
         args = core.LookupArgs(dim=self.dim, slots=slots, inverse=inverse)
         weights = self.random.standard_normal(n).astype(np.float32)
-        return args, bags, weights, 4 * stride, core.build_csr(inverse, unique)
+        csr = core.build_csr(inverse, unique)
+        return Batch(args, bags, weights, 4 * stride, csr, args, csr)
 
 
 def kernels_are_kept(

@@ -41,9 +41,13 @@ _REGISTERS_OF_SINGLES = 128  # two blocks do
 _REGISTERS_OF_COLD = 64  # four do, where an optimizer has no state per column
 
 
+_OF_SORTS = ("sort_count", "sort_place")
+_OF_BATCHES = ("batch_runs", "batch_lengths", "batch_sums", "batch_unique", "batch_positions")
+
+
 def _kernels(part: Part) -> set[str]:
     if part.dim is None:
-        return {"move_rows", "init_rows", "bag_shares"}
+        return {"move_rows", "init_rows", "bag_shares", *_OF_SORTS, "sum_rows", *_OF_BATCHES}
     if part.optimizer is None:
         return {"lookup_pooled", "lookup_rows", "weight_grads"}
     return {"update_singles", "update_cold", "update_pieces", "update_hot"}
@@ -174,6 +178,9 @@ _ARGUMENTS = {
     "move_rows": args.MoveRowsArgs,
     "init_rows": args.InitRowsArgs,
     "bag_shares": args.BagSharesArgs,
+    **dict.fromkeys(_OF_SORTS, args.SortArgs),
+    "sum_rows": args.SumsArgs,
+    **dict.fromkeys(_OF_BATCHES, args.BatchArgs),
     "lookup_pooled": args.LookupPooledArgs,
     "lookup_rows": args.LookupRowsArgs,
     "weight_grads": args.WeightGradsArgs,
@@ -216,6 +223,17 @@ def test_rows_are_read_at_once(compiled_parts: list[Compiled]) -> None:
         longest = max(len(run) for run in "".join("r" if read else " " for read in found).split())
         assert longest == count, kernel
     assert "st.global.cs.v4.f32" in ptx[Part(64, 4)]["lookup_rows"]
+
+
+def test_sorts_read_ahead_and_share_no_memory(compiled_parts: list[Compiled]) -> None:
+    """A warp reads four groups of keys before it uses one; counters stay in registers."""
+    ptx = compiled_parts[0].ptx
+    for kernel, reads in (("sort_count", 4), ("sort_place", 8)):
+        found = re.findall(r"(ld\.global\.u32)|vote\.sync|st\.global", ptx[kernel])
+        longest = max(len(run) for run in "".join("r" if read else " " for read in found).split())
+        assert longest >= reads, kernel
+    for kernel in (*_OF_SORTS, "sum_rows", *_OF_BATCHES):
+        assert not re.search(r"\b(?:atom|red)\.|\.shared|\.local", ptx[kernel]), kernel
 
 
 def test_the_source_lists_its_headers(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cuda.check_lookups import check_made, criteo_like, random_segments
 from tests.cuda.random_work import RandomWork, kernels_are_kept
 from tests.cuda.test_uvm_on_gpu import KINDS, Hierarchy
 from tests.kernels.kernel_oracle import KINDS as KINDS_OF_OPTIMIZERS
 from tierstore.cuda.cubins import CubinCache
 from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.driver import Driver
+from tierstore.cuda.lookups import MAKES_FROM, GpuBatch
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(60)]
 # Words of one float and of four; every number of threads that share a row; weights of 16 bits.
@@ -94,6 +96,18 @@ class Late:
         for stream in self._random.sample(self._streams, 2):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(self._random.randrange(1, 2_000_000))
+
+
+@pytest.mark.parametrize("batch_size", [7_000, 65_536])
+def test_lookups_that_it_makes_are_those_of_the_host(device: SharingDevice, batch_size: int) -> None:
+    rng, late = np.random.default_rng(batch_size), Late(device, batch_size)
+    for turn in range(4):
+        segments = criteo_like(rng, batch_size) if turn % 2 else random_segments(rng, 1 << 17)
+        late.hold_up()
+        batch = check_made(device, segments)
+        assert isinstance(batch, GpuBatch) or sum(len(ids) for ids, *_ in segments) < MAKES_FROM
+    bad = [*criteo_like(rng, batch_size), (np.array([3, 5, 9]), 40, 5, -1)]
+    check_made(device, bad)
 
 
 @pytest.mark.parametrize("kind", KINDS)

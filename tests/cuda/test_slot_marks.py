@@ -8,10 +8,11 @@ import pytest
 from tierstore import _core as core
 
 PIECE, CHECKED, AHEAD = 1 << 13, 1 << 16, 24  # csrc/cache/slot_marks.cc
+STREAMS = 8
 
 
 def newest(marks: np.ndarray) -> list[int]:
-    return [int(marks[marks & 3 == stream].max(initial=0)) for stream in range(4)]
+    return [int(marks[marks & (STREAMS - 1) == stream].max(initial=0)) for stream in range(STREAMS)]
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -24,7 +25,7 @@ def test_marks_are_those_of_a_plain_array(slots: int, threads: int) -> None:
         marks.grow(slots)
         for number in range(1, 40):
             some = random.permutation(slots)[: random.integers(0, slots + 1)].astype(np.int32)
-            mark = number << 2 | int(random.integers(4)) if number % 3 else 0
+            mark = number << 3 | int(random.integers(STREAMS)) if number % 3 else 0
             assert marks.touch(some, mark) == newest(plain[some])
             if mark:
                 plain[some] = mark
@@ -38,7 +39,7 @@ def test_marks_are_those_of_a_plain_array(slots: int, threads: int) -> None:
 def test_threads_give_the_marks_of_one_thread(count: int) -> None:
     random, before = np.random.default_rng(count), core.num_threads()
     calls = [
-        (random.permutation(500_000)[:count].astype(np.int32), number << 2 | number % 4)
+        (random.permutation(500_000)[:count].astype(np.int32), number << 3 | number % STREAMS)
         for number in range(1, 9)
     ]
     found = []
@@ -69,7 +70,7 @@ def test_a_wrong_slot_changes_no_mark_wherever_it_is(wrong: int, at: int, thread
         marks.grow(4 * CHECKED)
         with pytest.raises(ValueError, match="a slot has no memory"):
             marks.touch(slots, 5)
-        assert marks.newest(0) == [0, 0, 0, 0]
+        assert marks.newest(0) == [0] * STREAMS
     finally:
         core.set_num_threads(before)
 
@@ -78,13 +79,13 @@ def test_slots_without_marks_are_refused() -> None:
     marks = core.SlotMarks(10)
     marks.grow(4)
     marks.grow(2)  # it never shrinks
-    assert marks.touch(np.arange(4, dtype=np.int32), 5) == [0, 0, 0, 0]
+    assert marks.touch(np.arange(4, dtype=np.int32), 5) == [0] * STREAMS
     for wrong in ([4], [0, -1], [1, 2, 9]):
         with pytest.raises(ValueError, match="a slot has no memory"):
             marks.touch(np.array(wrong, np.int32), 8)
-    assert marks.newest(0) == [0, 5, 0, 0]  # nothing has changed
+    assert marks.newest(0) == [*[0] * 5, 5, 0, 0]  # nothing has changed
     marks.grow(10)
-    assert marks.touch(np.arange(10, dtype=np.int32), 0) == [0, 5, 0, 0]
+    assert marks.touch(np.arange(10, dtype=np.int32), 0) == [*[0] * 5, 5, 0, 0]
     with pytest.raises(ValueError, match="not so many slots"):
         marks.grow(11)
     with pytest.raises(TypeError):

@@ -13,7 +13,7 @@ from tierstore.modules import TieredEmbeddingBag
 
 
 def copies_of_a_step(device: FakeDevice, work: RandomWork, *, staged: bool) -> int:
-    args, bags, _, size, csr = work._new_batch()
+    args, bags, _, size, csr, *_ = work._new_batch()
     more = bags.arrays
     step = core.OptimizerStep(kind=1, lr=0.1, eps=1e-8)
     update = core.UpdateArgs(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tierstore import _core as core
-from tierstore.cache.device import ComputedRows, HostUpdates
+from tierstore.cache.device import HOST, ComputedRows, HostUpdates, LookupSegment
 
 Array = np.ndarray
 
@@ -148,6 +148,11 @@ class FarDevice:
 
     def ready_updates(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:
         return nullcontext(HostUpdates(updates))
+
+    makes_from = HOST.makes_from
+
+    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[core.Batch, int, int, int]:
+        return HOST.make_batch(segments)
 
     def stage(self, *arrays: object) -> object:
         return None

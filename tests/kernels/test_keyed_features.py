@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -87,6 +88,11 @@ def test_features_are_those_of_separate_calls(keyed: Keyed, data: st.DataObject)
     ):
         assert np.array_equal(ours, theirs)
     assert made.takes_max == (2 in modes)
+    for ours, theirs in zip(features.bags(bags, first, stride).arrays, made.arrays, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert features.segments(bags, integers(keyed.ids)) == [
+        (address if count else ANY, count, *rest) for address, count, *rest in segments
+    ]
     sizes = [len(keyed.of_key(key)[1]) for key in in_order]
     assert bags.id_begin == [0, *np.cumsum(sizes).tolist()]
     assert bags.counts(np.array(keys, np.int64)) == [sizes[key] for key in keys]

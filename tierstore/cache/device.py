@@ -6,6 +6,7 @@ Nothing above a device knows the address of a row. ``HostDevice`` is this machin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from tierstore._core import (
     Bags,
+    Batch,
     HostRows,
     InitialValues,
     LookupArgs,
@@ -53,6 +55,8 @@ __all__ = [
 ]
 
 Slots = NDArray[np.int32]
+LookupSegment = tuple[int, int, bool, int, int, int]
+"""Ids: address, count, whether they are int32, their table, its rows, and the id of padding or -1."""
 ComputedRows = tuple[int, str, int]
 """Of rows: the columns, the dtype of the weights, and the kind of their optimizer's step."""
 
@@ -220,6 +224,16 @@ class Device(Protocol):
         """
         ...
 
+    @property
+    def makes_from(self) -> int:
+        """Return how many ids a lookup has at least that the device itself deduplicates."""
+        ...
+
+    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[Batch, int, int, int]:
+        """Deduplicate the ids of a lookup, as ``_core.make_batch`` does. The batch may leave to the device
+        what only its calls need: the host asks for it by ``Batch.inverse`` and ``Batch.bring``."""
+        ...
+
     def stage(
         self,
         slots: Slots,
@@ -285,6 +299,13 @@ class HostDevice:
 
     def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[ReadyUpdates]:
         return nullcontext(HostUpdates(updates))
+
+    @property
+    def makes_from(self) -> int:
+        return sys.maxsize
+
+    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[Batch, int, int, int]:
+        return make_batch(list(segments))
 
     def stage(self, *arrays: object) -> object:
         return None

@@ -87,7 +87,7 @@ class TierGroup:
         """
         self.check_open()
         begin = time.perf_counter()
-        batch, bad, position, value = _core.make_batch([segment[1:] for segment in segments])
+        batch, bad, position, value = self.device.make_batch([segment[1:] for segment in segments])
         self.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad >= 0:
             raise out_of_range(segments[bad].name, value, position, segments[bad].bound)
@@ -96,7 +96,7 @@ class TierGroup:
     def lookup(self, batch: _core.Batch) -> TierRows:
         """Bring the rows into the fast tier now. A signal that raises meanwhile leaves all rows as before or
         after it."""
-        if self.resident is not None and not self.stats.before:
+        if self.resident is not None and not self.stats.before and batch.is_whole:
             self.check_open()
             if (found := self.resident.find(batch)) is not None:
                 return ResidentRows(self, batch, found, self.fast.rows)
@@ -218,7 +218,7 @@ class TierGroup:
                 self.stats.plans_now()
             self.drain_overflow()
             next_use = self.window.take(seq) if announced else None
-            pinned.csr = _core.transposed(pinned.batch)
+            pinned.csr = pinned.batch.transposed()
             self._planned = max(self._planned, seq)
             self.stack.begin_lookup(seq)
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)

@@ -47,6 +47,11 @@ class Rows:
     def inverse(self) -> NDArray[np.int32]:
         return self.batch.inverse
 
+    @property
+    def device_inverse(self) -> NDArray[np.int32]:
+        """The inverse as calls of ``device_rows`` take it."""
+        return self.batch.inverse
+
     def copied(self) -> ReadRows:
         """Return a copy of the rows as they are now."""
         data = _core.rows_array(len(self.slots), self.group.layout.row_bytes)
@@ -142,10 +147,14 @@ class PinnedRows(TierRows):
         self._use: _core.Use | None = None  # the rows are pinned until this use is released or dropped
         self._unwanted = False
 
+    @property
+    def device_inverse(self) -> NDArray[np.int32]:
+        return self.batch.device_inverse  # which is staged
+
     def place(self, slots: NDArray[np.int32], rows: DeviceRows) -> None:
         """Take the rows' places. Raises what the device raises when it gets their arrays."""
         assert self.csr is not None
-        self.staged = self.group.device.stage(slots, self.inverse, self.csr, self.index_arrays)
+        self.staged = self.group.device.stage(slots, self.device_inverse, self.csr, self.index_arrays)
         self.slots, self.device_rows = slots, rows
 
     def grant(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 
 
 def _struct(name: str, *fields: tuple[str, type]) -> type[ctypes.Structure]:
@@ -109,7 +109,28 @@ InitRowsArgs = _struct(
     ("weights", c_int32),
     *_pointers("kinds", "first", "second", "seeds", "columns"),
 )
+SortArgs = _struct(
+    "SortArgs",
+    *_pointers("keys", "positions", "sorted_keys", "sorted_positions", "counts"),
+    ("stride", c_int64),
+    *_pointers("totals"),
+    *(("n", c_int64), ("shift", c_int32), ("bits", c_int32)),
+)
+SumsArgs = _struct(
+    "SumsArgs",
+    *_pointers("rows"),
+    *(("num_rows", c_int64), ("columns", c_int64), ("stride", c_int64)),
+    *_pointers("totals"),
+)
+BatchArgs = _struct(
+    "BatchArgs",
+    *_pointers("keys", "sorted_keys", "sorted_positions"),
+    *(("n", c_int64), ("skipped", c_uint32), ("num_tables", c_int32)),
+    *_pointers("bases", "tables", "first_runs", "last_runs", "firsts", "sums"),
+    ("stride", c_int64),
+    *_pointers("totals", "unique", "inverse", "csr_start", "csr_positions"),
+)
 STRUCTS = (
     *(MoveRowsArgs, LookupPooledArgs, LookupRowsArgs, WeightGradsArgs),
-    *(BagSharesArgs, BagShare, UpdateArgs, InitRowsArgs),
+    *(BagSharesArgs, BagShare, UpdateArgs, InitRowsArgs, SortArgs, SumsArgs, BatchArgs),
 )

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cuda import lookups
 from tierstore.cuda.args import WEIGHTS
 from tierstore.cuda.compute import CudaRows, parts_of
 from tierstore.cuda.cubins import CubinCache, Cubins
 from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
+from tierstore.cuda.lookups import IdSegment, LookupMaker, Made
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.places import Tail
@@ -115,6 +117,7 @@ class CudaDevice:
             arriving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
             leaving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
         )
+        self._lookups = LookupMaker(self.parts)
 
     def attribute(self, which: int) -> int:
         """Return an attribute of the GPU (CUdevice_attribute)."""
@@ -185,6 +188,14 @@ class CudaDevice:
         """
         return UvmDevice(self, kind)
 
+    @property
+    def makes_from(self) -> int:
+        return lookups.MAKES_FROM
+
+    def make_batch(self, segments: Sequence[IdSegment]) -> Made:
+        """Deduplicate the ids of a lookup, of a large one on the GPU; see ``Device``."""
+        return self._lookups.make(segments)
+
     def stage(
         self,
         slots: Slots,
@@ -193,14 +204,15 @@ class CudaDevice:
         more: Sequence[NDArray[np.generic]],
         /,
     ) -> Staged:
-        """Copy the index arrays of a planned lookup to the GPU; see ``Device``."""
+        """Copy the index arrays of a planned lookup to the GPU, unless they are there; see ``Device``."""
         known, blocks = self.parts.staged.constants, self.parts.indices
         new = [
             Constant(blocks, array)
             for array in more
             if _core.is_shared(array) and not any(constant.has(array) for constant in known)
         ]
-        staged = Staged(blocks, slots, inverse, csr, more, [*known, *new])
+        made = self.parts.staged.made_of(inverse)
+        staged = Staged(blocks, slots, inverse, csr, more, [*known, *new, *made])
         with self.streams.operation(Stream.INDEX) as upload:
             ahead: list[Constant | Staged] = [*new, staged]  # who waits for the last one waits for all
             for one in ahead:
@@ -254,6 +266,7 @@ class CudaDevice:
             self.streams.synchronize_all()
             for end in self._arenas:
                 end()
+            self._lookups.close()
             self.parts.kernels.close()
             for blocks in (self.parts.indices, self.parts.arriving, self.parts.leaving):
                 blocks.close()
@@ -306,6 +319,14 @@ class UvmDevice:
     def ready_updates(self, updates: Sequence[partial[Slots]]) -> AbstractContextManager[RowUpdates]:
         """Make updates of the GPU."""
         return self._gpu.ready_updates(updates)
+
+    @property
+    def makes_from(self) -> int:
+        return self._gpu.makes_from
+
+    def make_batch(self, segments: Sequence[IdSegment]) -> Made:
+        """Deduplicate the ids of a lookup as the GPU does."""
+        return self._gpu.make_batch(segments)
 
     def stage(
         self,

@@ -9,7 +9,7 @@ from functools import partial
 
 from tierstore.cuda.cubins import Cubins, Part
 from tierstore.cuda.driver import REFUSED_IMAGES, CallError
-from tierstore.cuda.streams import Operation, Streams
+from tierstore.cuda.streams import Operation, Stream, Streams
 
 THREADS = 256  # of a block: what csrc/cuda/kernels.cu is compiled for
 _WARP = 32
@@ -79,7 +79,7 @@ class Kernels:
         """Return the native call that :meth:`launch` makes, or none for no threads."""
         if threads <= 0:
             return []
-        most = _BLOCKS_OF_MOVES if operation.stream else _MOST_BLOCKS
+        most = _BLOCKS_OF_MOVES if operation.stream in (Stream.UP, Stream.DOWN) else _MOST_BLOCKS
         blocks = min(-(-threads // THREADS), most)
         pointers = (c_void_p * 1)(ctypes.addressof(args))
         pointers.kept = args  # type: ignore[attr-defined]  # which an array of addresses does not keep

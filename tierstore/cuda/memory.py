@@ -31,6 +31,20 @@ _PORTABLE, _MAPPED = 1, 2
 _SMALLEST_BLOCK = 64 << 10
 
 
+class NoRoomError(GpuError):
+    """The GPU has no room for a block."""
+
+
+def _allocated(streams: Streams, size: int) -> int:
+    """Return the address of memory on the GPU. Raises ``NoRoomError``."""
+    try:
+        return streams.driver.address("cuMemAlloc_v2", size)
+    except CallError as refused:
+        if refused.code != OUT_OF_MEMORY:
+            raise
+        raise NoRoomError(f"{_too_little(streams, size)}; lower hbm") from None
+
+
 def _too_little(streams: Streams, size: int) -> str:
     free, total = streams.driver.memory()
     return (
@@ -215,12 +229,10 @@ class Block:
             self.address = driver.handle("cuMemHostAlloc", size, _PORTABLE | _MAPPED)
             if with_device:
                 try:
-                    self.device = driver.address("cuMemAlloc_v2", size)
-                except CallError as refused:
+                    self.device = _allocated(streams, size)
+                except GpuError:
                     driver.call("cuMemFreeHost", self.address)
-                    if refused.code != OUT_OF_MEMORY:
-                        raise
-                    raise GpuError(f"{_too_little(streams, size)}; lower hbm") from None
+                    raise
 
     def view(self, begin: int, size: int, *, write: bool) -> NDArray[np.uint8]:
         """Return pinned bytes for the host to read, or with ``write`` to write, now."""
@@ -233,6 +245,32 @@ class Block:
         streams.driver.call("cuMemFreeHost", self.address)
         if self.device:
             streams.driver.call("cuMemFree_v2", self.device)
+
+
+class Scratch:
+    """Memory of a GPU that operations of one stream use in turn. What was there is kept when it grows, since
+    the driver waits for the whole device before it frees memory."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._addresses: list[int] = []
+        self._size = 0
+
+    def of(self, size: int) -> int:
+        """Return the address of ``size`` bytes. Raises ``NoRoomError``."""
+        if size > self._size:
+            size = 1 << (size - 1).bit_length()
+            with self._streams.calls():
+                self._addresses.append(_allocated(self._streams, size))
+            self._size = size
+        return self._addresses[-1]
+
+    def close(self) -> None:
+        """Give the memory back, which no operation may use any more."""
+        with self._streams.calls():
+            while self._addresses:
+                self._streams.driver.call("cuMemFree_v2", self._addresses.pop())
+        self._size = 0
 
 
 class Blocks:

@@ -11,11 +11,13 @@ from pathlib import Path
 MAIN = "cuda/kernels.cu"
 HEADERS = (
     "cuda/args.h",
+    "cuda/batch.cuh",
     "cuda/device.cuh",
     "cuda/init.cuh",
     "cuda/lookup.cuh",
     "cuda/optimizer.cuh",
     "cuda/rows.cuh",
+    "cuda/sort.cuh",
     "cuda/update.cuh",
     "cuda/weights.cuh",
     "kernels/inline.h",

@@ -21,7 +21,7 @@ from tierstore.errors import ClosedError, GpuError
 
 NOTHING = 0
 """The mark before the first operation, for which nobody waits."""
-_STREAM_BITS = 2
+_STREAM_BITS = 3
 _STREAM_MASK = (1 << _STREAM_BITS) - 1
 _NON_BLOCKING, _DISABLE_TIMING, _RELAXED_CAPTURE = 1, 2, 2
 _OF_KERNELS = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721})
@@ -29,12 +29,14 @@ _OF_KERNELS = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721})
 
 
 class Stream(IntEnum):
-    """COMPUTE: lookups and updates. UP: into rows. DOWN: out of rows. INDEX: the index arrays of COMPUTE."""
+    """COMPUTE: lookups and updates. UP: into rows. DOWN: out of rows. INDEX: the index arrays of COMPUTE.
+    SORT: lookups that are made on the GPU."""
 
     COMPUTE = 0
     UP = 1
     DOWN = 2
     INDEX = 3
+    SORT = 4
 
 
 class Context:

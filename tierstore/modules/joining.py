@@ -131,7 +131,7 @@ def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Te
     found = [one.gradients.weights[index] for one in passes]
     if all(weights is None for weights in found):
         return None
-    sizes = [len(one.lookup.parts[index].batch.inverse) for one in passes]
+    sizes = [len(one.lookup.parts[index].batch.device_inverse) for one in passes]
     device = passes[0].lookup.parts[index].device
     whole = [torch.ones(n, device=device) if w is None else w for w, n in zip(found, sizes, strict=True)]
     return torch.cat([whole[p.number][p.positions] for p in pieces])

@@ -59,7 +59,11 @@ class KeyedFeatures:
         id."""
         group.check_open()
         begin = time.perf_counter()
-        batch, own, *bad = self.native.lookup(bags, described(ids), *output)
+        if ids.numel() < group.device.makes_from:
+            batch, own, *bad = self.native.lookup(bags, described(ids), *output)
+        else:
+            batch, *bad = group.device.make_batch(self.native.segments(bags, described(ids)))
+            own = self.native.bags(bags, *output)
         group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad[0] >= 0:
             raise self._wrong_id(*bad)
@@ -69,7 +73,10 @@ class KeyedFeatures:
         """Deduplicate the ids of features whose rows are returned one by one, as :meth:`part` does."""
         group.check_open()
         begin = time.perf_counter()
-        batch, *bad = self.native.lookup_rows(bags, described(ids))
+        if ids.numel() < group.device.makes_from:
+            batch, *bad = self.native.lookup_rows(bags, described(ids))
+        else:
+            batch, *bad = group.device.make_batch(self.native.segments(bags, described(ids)))
         group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad[0] >= 0:
             raise self._wrong_id(*bad)

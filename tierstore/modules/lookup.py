@@ -86,7 +86,7 @@ class SequenceGradients(Gradients):
 
 def _lookup_args(part: Part, rows: Rows) -> LookupArgs:
     part.group.check_process()
-    return LookupArgs(dim=part.group.layout.dim, slots=rows.slots, inverse=rows.inverse)
+    return LookupArgs(dim=part.group.layout.dim, slots=rows.slots, inverse=rows.device_inverse)
 
 
 def readable_gradient(grad: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     for part in parts:
         assert part.rows is not None
         part.group.check_process()
-        dim, inverse = part.group.layout.dim, part.rows.inverse
+        dim, inverse = part.group.layout.dim, part.rows.device_inverse
         args = LookupArgs(dim=dim, slots=part.rows.slots, inverse=inverse)
         out = new_floats((len(inverse), dim), part.device)
         begin = time.perf_counter()

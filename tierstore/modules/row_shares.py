@@ -41,6 +41,7 @@ def shares_of(
     assert csr is not None
     if len(steps) == 1 and steps[0][1] is None:
         return [Share(steps[0][0], _ALL, slots, csr, part.rounding(_ALL))]
+    part.batch.bring()
     tables, found = split(part.batch.unique)[0], []
     for step, numbers in steps:
         at = _ALL if numbers is None else places_of(np.isin(tables, numbers))

@@ -92,7 +92,7 @@ class Planned:
         """Bytes of the batch's lookups while they wait for their turn."""
         lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
         own = sum(part.nbytes for each in lookups for part in each.parts)
-        return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
+        return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.device_inverse) for _, p in self.lookups)
 
 
 class RecentBatches:

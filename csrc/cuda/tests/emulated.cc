@@ -66,10 +66,17 @@ const char* launch(const char* name, int dim, int vec, int optimizer, int weight
 
 std::int64_t size_of(const char* args) {
   const std::map<std::string, std::size_t> sizes = {
-      {"MoveRowsArgs", sizeof(MoveRowsArgs)},     {"LookupPooledArgs", sizeof(LookupPooledArgs)},
-      {"LookupRowsArgs", sizeof(LookupRowsArgs)}, {"WeightGradsArgs", sizeof(WeightGradsArgs)},
-      {"BagSharesArgs", sizeof(BagSharesArgs)},   {"BagShare", sizeof(BagShare)},
-      {"UpdateArgs", sizeof(UpdateArgs)},         {"InitRowsArgs", sizeof(InitRowsArgs)},
+      {"MoveRowsArgs", sizeof(MoveRowsArgs)},
+      {"LookupPooledArgs", sizeof(LookupPooledArgs)},
+      {"LookupRowsArgs", sizeof(LookupRowsArgs)},
+      {"WeightGradsArgs", sizeof(WeightGradsArgs)},
+      {"BagSharesArgs", sizeof(BagSharesArgs)},
+      {"BagShare", sizeof(BagShare)},
+      {"UpdateArgs", sizeof(UpdateArgs)},
+      {"InitRowsArgs", sizeof(InitRowsArgs)},
+      {"SortArgs", sizeof(SortArgs)},
+      {"SumsArgs", sizeof(SumsArgs)},
+      {"BatchArgs", sizeof(BatchArgs)},
   };
   return static_cast<std::int64_t>(sizes.at(args));
 }

@@ -4,9 +4,11 @@
 #include <map>
 #include <tuple>
 
+#include "cuda/batch.cuh"
 #include "cuda/init.cuh"
 #include "cuda/lookup.cuh"
 #include "cuda/rows.cuh"
+#include "cuda/sort.cuh"
 #include "cuda/update.cuh"
 
 namespace tierstore::cuda::emulator {
@@ -72,6 +74,14 @@ inline void AddKernelsOfAnyLayout() {
   kernels[{"move_rows", -1, -1, -1, -1}] = Of<MoveRowsArgs, &MoveRows>();
   kernels[{"init_rows", -1, -1, -1, -1}] = Of<InitRowsArgs, &InitRows>();
   kernels[{"bag_shares", -1, -1, -1, -1}] = Of<BagSharesArgs, &BagShares>();
+  kernels[{"sort_count", -1, -1, -1, -1}] = Of<SortArgs, &SortCount>();
+  kernels[{"sort_place", -1, -1, -1, -1}] = Of<SortArgs, &SortPlace>();
+  kernels[{"sum_rows", -1, -1, -1, -1}] = Of<SumsArgs, &SumRows>();
+  kernels[{"batch_runs", -1, -1, -1, -1}] = Of<BatchArgs, &BatchRuns>();
+  kernels[{"batch_lengths", -1, -1, -1, -1}] = Of<BatchArgs, &BatchLengths>();
+  kernels[{"batch_sums", -1, -1, -1, -1}] = Of<BatchArgs, &BatchSums>();
+  kernels[{"batch_unique", -1, -1, -1, -1}] = Of<BatchArgs, &BatchUnique>();
+  kernels[{"batch_positions", -1, -1, -1, -1}] = Of<BatchArgs, &BatchPositions>();
 }
 
 }  // namespace tierstore::cuda::emulator
