@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ._gpu_live import live
+from ._gpu_lookups import made_lookups
 from ._gpu_rows import REPEAT, bits, kernels, link, opening
 from ._gpu_sizes import Figures, Setting
 from ._gpu_training import make_batches, read_batches, train, train_in_hbm
@@ -76,9 +77,10 @@ PARTS = {
     "kernels": Part("gather, pooled lookup and update against a copy", 25, _of_sizes(kernels)),
     "link": Part("rows between hbm and uvm against the link", 25, _of_sizes(link)),
     "batches": Part("batches for the trainings", 45, make_batches),
+    "lookups": Part("lookups made by the GPU and by the host", 15, made_lookups, trains=True),
     "hbm": Part("training with all rows in hbm", 35, train_in_hbm, trains=True),
     "uvm": Part("training at 37 times its hbm, with uvm", 40, partial(train, "uvm"), trains=True),
-    "planning": Part("plans on the host by threads", 40, planning, trains=True),
+    "planning": Part("plans on the host by threads", 25, planning, trains=True),
     "uvm_ssd": Part(
         "training at 37 times its hbm, with uvm and a store", 40, partial(train, "uvm_ssd"), trains=True
     ),

@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_what_did_not_run(tmp_path: Path, capsys: pytest.C
         return
     file = tmp_path / "gpu.json"
     assert main(["bench", "gpu", "--json", str(file)]) == 1
-    expected = "13 parts with 20 checks want a GPU and did not run: GpuError: no NVIDIA driver"
+    expected = "14 parts with 20 checks want a GPU and did not run: GpuError: no NVIDIA driver"
     assert expected in capsys.readouterr().out
     result = json.loads(file.read_text())
     assert result["gpu"] is None

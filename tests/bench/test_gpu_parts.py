@@ -15,9 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from bench import _gpu_live, _gpu_parts, _gpu_rows, _gpu_systems, _gpu_training
+from bench import _gpu_live, _gpu_lookups, _gpu_parts, _gpu_rows, _gpu_systems, _gpu_training
 from bench._gpu_sizes import Figures, Setting, Sizes, cardinalities, fitting
 from tests.cuda.fake_torch import fake_torch
+from tierstore.cuda import lookups
 from tierstore.data import Batch
 
 SIZES = Sizes(rows=200, dim=8, batch_size=40, max_rows=500, batches=12, width=8)
@@ -135,6 +136,14 @@ def test_kernels_have_figures(seconds: Callable[..., float]) -> None:
     assert {"gather_gb_per_s", "ratio.gather_vs_copy", "ratio.pooled_vs_copy", "ratio.update_vs_copy"} < set(
         found
     )
+
+
+def test_lookups_of_both_have_figures(setting: Setting) -> None:
+    with fake_cuda(), mock.patch.object(lookups, "MAKES_FROM", 1):
+        found = all_of(_gpu_lookups.made_lookups(setting))
+    assert found["lookups"] == found["equal_to_the_host"] == 8
+    assert found["ids"] == 40 * 26
+    assert all(found[f"{name}_{figure}"] > 0 for name in ("gpu", "host") for figure in ("ms", "ids_per_s"))
 
 
 def test_links_have_figures() -> None:
