@@ -53,9 +53,10 @@ def _kernels(part: Part) -> set[str]:
     return {"update_singles", "update_cold", "update_pieces", "update_hot"}
 
 
-pytestmark = pytest.mark.skipif(
-    _NVCC is None and "CI" not in os.environ, reason="needs nvcc, of CUDA 12.8 or later"
-)
+pytestmark = [
+    pytest.mark.timeout(900),  # the first test waits for all compilations
+    pytest.mark.skipif(_NVCC is None and "CI" not in os.environ, reason="needs nvcc, of CUDA 12.8 or later"),
+]
 
 
 def _compile(source: Path, output: Path, *options: str) -> str:
