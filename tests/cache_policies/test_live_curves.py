@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_policies import PreparedTrace, lru_curve, prepare
+from cache_policies import PreparedTrace, live, lru_curve, prepare
 from cache_policies.live import LiveCurves, starts_of
 from cache_policies.prepared import split
 from tierstore.trace import open_trace
@@ -61,6 +61,28 @@ def test_tables_do_not_depend_on_each_other():
         assert (
             curves.curve(table).miss_ratio(sizes).tolist() == together.curve(table).miss_ratio(sizes).tolist()
         )
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[n] for n in (0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129)]
+    + [[64, 64], [63, 1, 64], [1] * 70, [65, 63, 8], [128, 3]],
+)
+def test_keys_are_chosen_by_their_hashes_and_tables(runs):
+    rng = np.random.default_rng(sum(runs))
+    numbers = np.repeat(np.arange(len(runs)) % 3, runs)
+    keys = rng.permutation(10**6)[: sum(runs)].astype(np.uint64) | numbers.astype(np.uint64) << np.uint64(48)
+    uses, threshold = rng.integers(1, 9, keys.size), np.array([2**64 // n - 1 for n in (1, 4, 90)], np.uint64)
+    chosen, cuts = np.empty(keys.size, np.int32), np.empty((keys.size + 1, 2), np.int32)
+    totals, number = np.zeros((3, 2), np.int64), np.arange(3, dtype=np.int32)
+    count = live._choose(keys, starts_of(uses), number, totals, threshold, chosen, cuts)
+    sampled = [i for i, key in enumerate(keys) if live._hash(key) <= threshold[numbers[i]]]
+    assert chosen[: cuts[count, 1]].tolist() == sampled
+    begins = np.cumsum([0, *runs])[:-1][np.array(runs) > 0]
+    assert cuts[:count, 0].tolist() == numbers[begins].tolist()
+    assert cuts[:count, 1].tolist() == np.searchsorted(sampled, begins).tolist()
+    for table in range(3):
+        assert totals[table].tolist() == [(numbers == table).sum(), uses[numbers == table].sum()]
 
 
 def test_memory_does_not_grow():

@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 from weakref import WeakSet
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cuda.compiled import shared_library
 from tests.cuda.fake_torch import GpuTensor, fake_torch, finish
 
 _groups: WeakSet[Any] = WeakSet()
@@ -85,6 +87,14 @@ def fake_nccl() -> Iterator[FakeNccl]:
         mock.patch.object(dist.ProcessGroup, "_get_backend", lambda *of: made.backend(*of)),
     ):
         yield made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Compile what ranks load before they run: ranks that take much longer than usual are ended. For files
+    of tests to import."""
+    for name in ("fake_driver", "fake_nvrtc"):
+        shared_library(name)
 
 
 @contextmanager

@@ -133,6 +133,21 @@ def test_bad_ids_are_those_of_the_host(dtype: type, wrong: dict[int, int]) -> No
     assert sort_keys(segments[:1])[3] == (-1, 0, 0)
 
 
+@pytest.mark.parametrize("count", [1, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 1 << 16])
+def test_threads_share_the_ids_of_a_segment(count: int) -> None:
+    ids = np.random.default_rng(count).integers(0, 90, count)
+    segments: list[Segment] = [(ids, 2, 90, 7), (ids.astype(np.int32), 1, 95, -1)]
+    keys, bases, skipped, bad = sort_keys(segments)
+    assert bad == (-1, 0, 0)
+    np.testing.assert_array_equal(keys[:count], np.where(ids == 7, skipped, bases[2] + ids))
+    np.testing.assert_array_equal(keys[count:], bases[1] + ids)
+    for place in (0, count - 1):
+        wrong = ids.copy()
+        wrong[place] = 95
+        segments[1] = (wrong.astype(np.int32), 1, 95, -1)
+        assert sort_keys(segments)[3] == _core.make_batch(described(segments))[1:] == (1, place, 95)
+
+
 def test_keys_fit_their_segments() -> None:
     segments: list[Segment] = [(np.arange(9), 0, 9, -1)]
     for bases, count in (([0, 0], 9), ([0], 8)):

@@ -77,6 +77,14 @@ def test_the_host_makes_what_the_gpu_cannot_sort() -> None:
         assert isinstance(check_made(device, [(np.arange(100), 0, (1 << 32) - 1, -1)]), GpuBatch)
 
 
+@pytest.mark.parametrize("count", [99, 100, 101])
+def test_few_ids_stay_with_the_host(count: int) -> None:
+    ids = np.arange(count) % 40
+    with fake_device() as device, mock.patch.object(lookups, "MAKES_FROM", 100):
+        assert device.makes_from == 100
+        assert isinstance(check_made(device, [(ids, 0, 40, -1)]), GpuBatch) == (count >= 100)
+
+
 def test_a_bad_id_is_that_of_the_host() -> None:
     ids = np.arange(100)
     with fake_device() as device:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import tierstore
 from bench import _exchange
-from tests.cuda.compiled import shared_library
 from tests.cuda.fake import fake_gpu
-from tests.cuda.fake_nccl import on_gpus
+from tests.cuda.fake_nccl import compiled, on_gpus  # noqa: F401  (a fixture that all tests use)
 from tests.cuda.fake_torch import GpuTensor, fake_torch
 from tests.sharding.ranks import run
 from tierstore import (
@@ -43,13 +42,6 @@ from tierstore.sharding.peers import Peers
 
 ROWS, DIM = 400, 8
 ROOMY = TierConfig(hbm="64KiB")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Compile what ranks load before they run: ranks that take much longer than usual are ended."""
-    for name in ("fake_driver", "fake_nvrtc"):
-        shared_library(name)
 
 
 def collection(device: str | None = None, rows: int = ROWS) -> tierstore.EmbeddingBagCollection:

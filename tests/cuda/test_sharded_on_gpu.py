@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tierstore
-from tests.cuda.compiled import shared_library
 from tests.cuda.fake import ORDERS, fake_gpu
-from tests.cuda.fake_nccl import on_gpus
+from tests.cuda.fake_nccl import compiled, on_gpus  # noqa: F401  (a fixture that all tests use)
 from tests.cuda.fake_torch import GpuTensor
 from tests.cuda.test_training_on_fake_gpu import counters
 from tests.sharding import cases
@@ -80,13 +79,6 @@ FEATURES_OF_HALF = {
     "prefetch": {"prefetch": True},
     "accumulated": {"accumulated": True},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Compile what ranks load before they run: ranks that take much longer than usual are ended."""
-    for name in ("fake_driver", "fake_nvrtc"):
-        shared_library(name)
 
 
 def collection(

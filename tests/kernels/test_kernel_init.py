@@ -123,7 +123,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize("kind", [1, 2])
 @pytest.mark.parametrize("first", [0, 1, 3, 4, 14, 66])
-@pytest.mark.parametrize("dim", [1, 5, 16, 90])
+@pytest.mark.parametrize("dim", [1, 5, 16, 17, 32, 33, 48, 49, 64, 65, 90])
 def test_a_range_of_columns_begins_where_it_is_in_the_whole_table(kind: int, first: int, dim: int) -> None:
     keys = np.array([5, (1 << 40) + 3], np.uint64)
     whole, part = np.zeros((2, 160), np.float32), np.zeros((2, 92), np.float32)

@@ -34,6 +34,8 @@ from tierstore.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from tierstore._core import IdSegment
+
 # Devices, what their calls take, and what makes it out of ids.
 __all__ = [
     "HOST",
@@ -55,8 +57,6 @@ __all__ = [
 ]
 
 Slots = NDArray[np.int32]
-LookupSegment = tuple[int, int, bool, int, int, int]
-"""Ids: address, count, whether they are int32, their table, its rows, and the id of padding or -1."""
 ComputedRows = tuple[int, str, int]
 """Of rows: the columns, the dtype of the weights, and the kind of their optimizer's step."""
 
@@ -229,7 +229,7 @@ class Device(Protocol):
         """Return how many ids a lookup has at least that the device itself deduplicates."""
         ...
 
-    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[Batch, int, int, int]:
+    def make_batch(self, segments: Sequence[IdSegment]) -> tuple[Batch, int, int, int]:
         """Deduplicate the ids of a lookup, as ``_core.make_batch`` does. The batch may leave to the device
         what only its calls need: the host asks for it by ``Batch.inverse`` and ``Batch.bring``."""
         ...
@@ -304,7 +304,7 @@ class HostDevice:
     def makes_from(self) -> int:
         return sys.maxsize
 
-    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[Batch, int, int, int]:
+    def make_batch(self, segments: Sequence[IdSegment]) -> tuple[Batch, int, int, int]:
         return make_batch(list(segments))
 
     def stage(self, *arrays: object) -> object:

@@ -18,15 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.device import (
-    HOST,
-    ComputedRows,
-    Device,
-    DeviceRows,
-    LookupSegment,
-    ReadyUpdates,
-    Slots,
-)
+from tierstore.cache.device import HOST, ComputedRows, Device, DeviceRows, ReadyUpdates, Slots
 from tierstore.cache.engine import Engine
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening
@@ -125,7 +117,7 @@ class NoDevice:
     def makes_from(self) -> int:
         return HOST.makes_from
 
-    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[_core.Batch, int, int, int]:
+    def make_batch(self, segments: Sequence[_core.IdSegment]) -> tuple[_core.Batch, int, int, int]:
         return HOST.make_batch(segments)
 
     def stage(self, *arrays: object) -> object:

@@ -20,7 +20,7 @@ from tierstore.cuda.compute import CudaRows, parts_of
 from tierstore.cuda.cubins import CubinCache, Cubins
 from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
-from tierstore.cuda.lookups import IdSegment, LookupMaker, Made
+from tierstore.cuda.lookups import LookupMaker, Made
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.places import Tail
@@ -192,7 +192,7 @@ class CudaDevice:
     def makes_from(self) -> int:
         return lookups.MAKES_FROM
 
-    def make_batch(self, segments: Sequence[IdSegment]) -> Made:
+    def make_batch(self, segments: Sequence[_core.IdSegment]) -> Made:
         """Deduplicate the ids of a lookup, of a large one on the GPU; see ``Device``."""
         return self._lookups.make(segments)
 
@@ -324,7 +324,7 @@ class UvmDevice:
     def makes_from(self) -> int:
         return self._gpu.makes_from
 
-    def make_batch(self, segments: Sequence[IdSegment]) -> Made:
+    def make_batch(self, segments: Sequence[_core.IdSegment]) -> Made:
         """Deduplicate the ids of a lookup as the GPU does."""
         return self._gpu.make_batch(segments)
 

@@ -28,7 +28,6 @@ MOST_BYTES = 256 << 20
 """Bytes of the GPU that the lookups made on it take together; the arrays of further ones leave it."""
 _MOST_KEYS = (1 << 32) - 1
 _MOST_IDS = (1 << 31) - 1
-IdSegment = tuple[int, int, bool, int, int, int]
 Made = tuple[_core.Batch, int, int, int]
 """What ``_core.make_batch`` returns."""
 
@@ -69,7 +68,7 @@ class GpuBatch(_core.Batch):
 class _Keys:
     """The numbers that the GPU sorts instead of ids: those of a table follow those of the table before."""
 
-    def __init__(self, segments: Sequence[IdSegment]) -> None:
+    def __init__(self, segments: Sequence[_core.IdSegment]) -> None:
         self._segments = segments
         self.n = sum(count for _, count, *_ in segments)
         bounds = {table: bound for *_, table, bound, _ in segments}
@@ -106,7 +105,7 @@ class LookupMaker:
         self._lock = threading.Lock()
         self._on_gpu: weakref.WeakSet[MadeArrays] = weakref.WeakSet()
 
-    def make(self, segments: Sequence[IdSegment]) -> Made:
+    def make(self, segments: Sequence[_core.IdSegment]) -> Made:
         """Deduplicate the ids of a lookup as ``_core.make_batch`` does: on the GPU where that pays and where
         the GPU has room for it."""
         made = None
