@@ -37,9 +37,17 @@ def _end_all() -> None:
         if ending is None:
             continue
         try:
-            ending.end_at_exit()
+            _end(ending)
         except BaseException as error:  # further objects must end, and the program's exit code stays
             logger.warning("%s did not end as it should: %r", type(ending).__name__, error)
+
+
+def _end(ending: Ending) -> None:
+    try:
+        ending.end_at_exit()
+    except KeyboardInterrupt:  # has ended the wait, not what was waited for
+        logger.warning("%s ends; Ctrl-C again ends the process before", type(ending).__name__)
+        ending.end_at_exit()
 
 
 def _forget_all() -> None:

@@ -16,7 +16,7 @@ from tierstore.cache.device import Device, DeviceRows
 from tierstore.cache.layout import RowLayout
 from tierstore.cache.lookup_order import LookupOrder
 from tierstore.cache.stats import Before, GroupStats
-from tierstore.cache.uninterrupted import Gate
+from tierstore.threads import Gate
 
 
 class Owner(Protocol):

@@ -16,34 +16,11 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from tierstore.cache.at_exit import end_at_exit
+from tierstore.threads import Gate
 
 logger = logging.getLogger("tierstore")
 
 Result = TypeVar("Result")
-
-
-class Gate:
-    """A gate that any thread opens once; all threads pass from then on.
-
-    Unlike ``threading.Event`` it is whole again after an exception at any step of a wait: its steps are
-    the steps of a lock of the interpreter.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._closed = _thread.allocate_lock()
-        self._closed.acquire()
-        self._opening = iter((self._closed.release,))  # the thread that opens first takes it out
-
-    def open(self) -> None:
-        self.is_open = True
-        for release in self._opening:
-            release()
-
-    def wait(self) -> None:
-        if not self.is_open:
-            with self._closed:
-                pass
 
 
 class _Job(Generic[Result]):

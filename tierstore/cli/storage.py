@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
+from tierstore.threads import Thread
 
 if TYPE_CHECKING:
     from tierstore.store import CommitInfo
@@ -193,7 +193,7 @@ def run_while_waiting(doing: str, work: Callable[[], Result], stop: Callable[[],
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="tierstore-work")
+    thread = Thread(target=run, name="tierstore-work")
     thread.start()
     try:
         with progress_of(doing, "rows"):

@@ -19,6 +19,7 @@ from tierstore.modules.parts import Lookup
 from tierstore.pipeline.learning import Call
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.processors import give_way
+from tierstore.threads import Thread
 
 MANY_THREADS = 4
 """From so many threads of the kernels on, lookups are made beside the worker."""
@@ -92,7 +93,7 @@ class Maker:
         self._changed = threading.Condition()
         self._waiting: deque[MadeBeside] = deque()
         self._is_stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     @classmethod
     def beside(cls) -> Maker | None:
@@ -113,7 +114,7 @@ class Maker:
 
     def _has_thread(self) -> bool:
         if self._thread is None and not self._is_stopping:
-            thread = threading.Thread(target=self._work, name="tierstore-lookups", daemon=True)
+            thread = Thread(target=self._work, name="tierstore-lookups", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the system refuses threads: the worker makes the lookups

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
-from tierstore.cache.uninterrupted import Gate
 from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
 from tierstore.modules.gpu import current_streams, on_streams
 from tierstore.pipeline.learning import tensors_of
+from tierstore.threads import Gate
 
 
 @dataclass(eq=False)

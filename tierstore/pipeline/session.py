@@ -26,6 +26,7 @@ from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.worker import Worker
+from tierstore.threads import Thread
 
 _END_SECONDS = 30.0
 _AGREED_EVERY = 16  # batches after which ranks choose again how many batches to pull
@@ -53,7 +54,7 @@ class Session:
         self._announced: deque[Planned] = deque()  # sizes are being exchanged
         self._is_closed = False
         self._process = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def begin(self) -> None:
         """Start the worker; the caller must call :meth:`close`, also if this fails."""
@@ -61,7 +62,7 @@ class Session:
 
     def _begin(self) -> None:
         end_at_exit(self)
-        thread = threading.Thread(target=self._work, name="tierstore-prefetch", daemon=True)
+        thread = Thread(target=self._work, name="tierstore-prefetch", daemon=True)
         thread.start()
         self._thread = thread
 
@@ -191,7 +192,7 @@ class Session:
         if self._is_closed or os.getpid() != self._process:
             return
         if self._is_in_the_way():
-            threading.Thread(target=self._close, name="tierstore-end", daemon=True).start()
+            Thread(target=self._close, name="tierstore-end", daemon=True).start()
         else:
             uninterrupted(self._close)
 

@@ -26,6 +26,7 @@ from tierstore.optim import OptimizerSpec
 from tierstore.sharding.input_exchange import check_range
 from tierstore.sharding.routing import Request, Routing
 from tierstore.sparse import KeyedJaggedTensor
+from tierstore.threads import Thread
 
 
 class Lookups(Protocol):
@@ -195,8 +196,7 @@ def run_ranks(count: int, work: Callable[[int], None], ranks: Ranks) -> None:
             ranks.fail(error)
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"simulated-rank-{rank}", daemon=True)
-        for rank in range(count)
+        Thread(target=run, args=(rank,), name=f"simulated-rank-{rank}", daemon=True) for rank in range(count)
     ]
     for thread in threads:
         thread.start()

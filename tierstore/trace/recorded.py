@@ -24,6 +24,7 @@ from cache_policies.reuse import sampled
 from tierstore.errors import ClosedError, InputError
 from tierstore.keys import ID_BITS, make_keys
 from tierstore.sparse import KeyedJaggedTensor
+from tierstore.threads import Thread
 from tierstore.trace.trace import TableIds, Trace
 
 HEADER = "tierstore_trace.json"
@@ -64,9 +65,7 @@ class TraceRecorder:
         self._file = zipfile.ZipFile(path, "w", method, compresslevel=1)
         header = {"version": VERSION, "tables": dict(tables), "rate": rate}
         self._file.writestr(HEADER, json.dumps(header))
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._write, name="tierstore-trace", daemon=True
-        )
+        self._thread: Thread | None = Thread(target=self._write, name="tierstore-trace", daemon=True)
         self._thread.start()
 
     def record(self, ids: Mapping[str, Any]) -> None:

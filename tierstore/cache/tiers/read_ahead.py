@@ -29,6 +29,7 @@ from tierstore.cache.tiers.sizes import MAX_SLOTS
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.rounds import ENTRIES, WINDOW_ROWS
 from tierstore.store.protocol import RowStore
+from tierstore.threads import Thread
 
 logger = logging.getLogger("tierstore")
 
@@ -161,7 +162,7 @@ class ReadAhead:
     def _start_threads(self) -> None:
         # The threads end when no lookup is announced any more, so they never keep the tables alive.
         while len(self._threads) < _THREADS:
-            thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
+            thread = Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
