@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tierstore import _core as core
-from tierstore.cache.device import HOST, ComputedRows, HostUpdates, LookupSegment
+from tierstore.cache.device import HOST, ComputedRows, HostUpdates
 
 Array = np.ndarray
 
@@ -151,7 +151,7 @@ class FarDevice:
 
     makes_from = HOST.makes_from
 
-    def make_batch(self, segments: Sequence[LookupSegment]) -> tuple[core.Batch, int, int, int]:
+    def make_batch(self, segments: Sequence[core.IdSegment]) -> tuple[core.Batch, int, int, int]:
         return HOST.make_batch(segments)
 
     def stage(self, *arrays: object) -> object:
