@@ -96,9 +96,12 @@ $(SANITIZE_OUT)/%-$(1): $(SANITIZE_OUT)/$(1)/store/tests/%.o $(SANITIZED:csrc/%.
 endef
 $(foreach kind,$(SANITIZERS),$(eval $(call sanitizer,$(kind))))
 
-sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address gain_test-address index_test-address index_test-small \
-  table_locations_test-address store_test-address scan_test-address fuzz_formats-fuzzed store_test-thread scan_test-thread)
+sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address auto_reader_test-address gain_test-address \
+  index_test-address index_test-small table_locations_test-address store_test-address scan_test-address \
+  fuzz_formats-fuzzed store_test-thread scan_test-thread)
 	$(SANITIZE_OUT)/config_test-address
+	@mkdir -p $(SANITIZE_OUT)/stores
+	$(SANITIZE_OUT)/auto_reader_test-address $(SANITIZE_OUT)/stores
 	$(SANITIZE_OUT)/gain_test-address
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/index_test-small 200000

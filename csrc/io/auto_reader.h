@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "io/errors.h"
 #include "io/posix_env.h"
@@ -22,18 +23,31 @@ class AutoReader final : public BatchReader {
   AutoReader(std::unique_ptr<BatchReader> ring, unsigned queue_depth, unsigned devices)
       : ring_(std::move(ring)), queue_depth_(queue_depth), devices_(devices) {}
 
-  // After a refusal all requests are made again, also requests that `done` was called for.
+  // After a refusal the requests that `done` was not called for are made again: the files of other requests
+  // may be gone.
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
-    if (pread_ == nullptr) {
-      try {
-        ring_->Read(requests, done);
-        return;
-      } catch (const RingError&) {
-        pread_ = NewPreadReader(queue_depth_, devices_);
-        name_ = pread_->name();
-      }
+    if (pread_ != nullptr) return pread_->Read(requests, done);
+    std::vector<bool> arrived(requests.size());
+    try {
+      ring_->Read(requests, [&](std::size_t request, const std::byte* data, std::size_t size) {
+        arrived[request] = true;
+        done(request, data, size);
+      });
+      return;
+    } catch (const RingError&) {
+      pread_ = NewPreadReader(queue_depth_, devices_);
+      name_ = pread_->name();
     }
-    pread_->Read(requests, done);
+    std::vector<ReadRequest> left;
+    std::vector<std::size_t> numbers;
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      if (arrived[i]) continue;
+      left.push_back(requests[i]);
+      numbers.push_back(i);
+    }
+    pread_->Read(left, [&](std::size_t request, const std::byte* data, std::size_t size) {
+      done(numbers[request], data, size);
+    });
   }
 
   const char* name() const override { return name_; }

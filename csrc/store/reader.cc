@@ -76,15 +76,15 @@ class Counted {
 
 }  // namespace
 
-// Pending has the rows that must come from files. It holds the segments, so compaction may go on meanwhile.
+// Pending has the rows that must come from files. It holds each segment until the segment's rows have
+// arrived, so compaction may go on meanwhile.
 struct Reader::Pending {
   RowClass* row_class = nullptr;
   std::vector<std::uint64_t> items;  // location << kPositionBits | position; sorted: by place
   std::vector<SegmentPtr> segments;  // the items' segments, by ordinal
 
-  const Segment& SegmentOf(std::uint64_t item) const {
-    return *segments[item >> kPositionBits >> row_class->slot_bits];
-  }
+  std::size_t OrdinalOf(std::uint64_t item) const { return item >> kPositionBits >> row_class->slot_bits; }
+  const Segment& SegmentOf(std::uint64_t item) const { return *segments[OrdinalOf(item)]; }
   std::uint32_t SlotOf(std::uint64_t item) const { return row_class->SlotOf(item >> kPositionBits); }
   static std::size_t PositionOf(std::uint64_t item) { return item & (kMostKeysAtOnce - 1); }
 };
@@ -93,18 +93,14 @@ struct Reader::Pending {
 struct Reader::Requests {
   std::vector<ReadRequest> list;
   std::vector<std::size_t> first;
+  std::vector<std::size_t> left;  // by ordinal: the segment's requests that have not arrived
 
   Requests(const Pending& pending, std::uint64_t merge_gap);
 };
 
-// Wakes the compactor, which did not remove some segments because of a read.
 struct Reader::End {
   Reader& reader;
-  ~End() {
-    if (!reader.state_.segments.removal_waits()) return;
-    const Lock lock(reader.mutex_);
-    reader.control_.Wake();
-  }
+  ~End() { reader.WakeCompactor(); }
 };
 
 Reader::Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
@@ -121,7 +117,7 @@ void Reader::Read(std::span<const std::uint64_t> keys, const ReadTarget& target,
 }
 
 void Reader::ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found) {
-  const End end{*this};  // comes after the segments are let go
+  const End end{*this};  // comes after all segments are let go
   Pending pending;
   Locate(keys, target, found, pending);
   if (const std::size_t n = pending.items.size(); n > 0) {
@@ -137,6 +133,14 @@ void Reader::ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& tar
     Fetch(*lane.reader, pending, keys, target);
   }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
+}
+
+// Wakes the compactor if it did not remove some segments because of a read. Call this function when a segment
+// has been let go.
+void Reader::WakeCompactor() {
+  if (!state_.segments.removal_waits()) return;
+  const Lock lock = mutex_.LockForRead();
+  control_.Wake();
 }
 
 Reader::Lane& Reader::PickLane(std::size_t rows) {
@@ -249,7 +253,7 @@ bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& targ
   return true;
 }
 
-Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
+Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) : left(pending.segments.size()) {
   const Geometry& geometry = pending.row_class->geometry;
   std::uint64_t stretch_end = 0;  // of the last request's file
   for (std::size_t i = 0; i < pending.items.size(); ++i) {
@@ -267,6 +271,7 @@ Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
     }
     list.push_back({file, begin, static_cast<std::uint32_t>(end - begin)});
     first.push_back(i);
+    ++left[pending.OrdinalOf(pending.items[i])];
     stretch_end = file->EndOfStretch(begin);
   }
   first.push_back(pending.items.size());
@@ -278,7 +283,7 @@ void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::u
   CheckCall();
   const Geometry& geometry = pending.row_class->geometry;
   const std::uint64_t measured = merge_gap_bytes_;
-  const Requests requests(pending, measured != 0 ? measured : kUsualMergeGap);
+  Requests requests(pending, measured != 0 ? measured : kUsualMergeGap);
   const auto deliver = [&](std::size_t number, const std::byte* data, std::size_t size) {
     const ReadRequest& request = requests.list[number];
     const std::size_t first = requests.first[number], end = requests.first[number + 1];
@@ -299,6 +304,11 @@ void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::u
       const std::size_t at = begin_of(i);
       CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at, target.At(position));
     }
+    // A writer may wait for the removal of this segment: it need not wait for the rows of others.
+    const std::size_t ordinal = pending.OrdinalOf(pending.items[first]);
+    if (--requests.left[ordinal] > 0) return;
+    pending.segments[ordinal].reset();
+    WakeCompactor();
   };
   if (geometry.record_bytes + kBlockBytes > kMaxReadBytes) {
     // Rows so large that each is a request of its own, too large for the reader's buffers.

@@ -5,7 +5,8 @@
 // for a moment per thousand rows, and none of the mutexes of calls. Files are read without that mutex, one
 // batch at a time in each of three lanes. A batch goes to the lane with the least work; but large batches go
 // to the first lane only, and the third lane is for small batches. So a small batch never waits until a
-// larger one is read, while two threads read ahead.
+// larger one is read, while two threads read ahead. A read holds a segment only until the segment's rows have
+// arrived: a writer may wait for that segment's space.
 #pragma once
 
 #include <atomic>
@@ -82,6 +83,7 @@ class Reader {
   void Locate(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, Pending& pending);
   bool Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, std::size_t base,
                Pending& pending);
+  void WakeCompactor();
   Lane& PickLane(std::size_t rows);
   void Measure(BatchReader& reader, const Pending& pending);
   void Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys,

@@ -60,8 +60,8 @@ class SegmentSet {
   // bytes then stay counted.
   void RemoveDoomed(Lock& lock, WriteQueue& queue);
   bool HasDoomed() const { return !doomed_.empty(); }
-  // Returns whether a doomed segment waits for a read to end: that read then wakes the compactor. Needs no
-  // lock.
+  // Returns whether a doomed segment waits for a read to let go of it: that read then wakes the compactor.
+  // Needs no lock.
   bool removal_waits() const { return removal_waits_; }
 
   // Makes the segments' files, and the names of new files, durable. When this function throws (IoError,
@@ -81,7 +81,7 @@ class SegmentSet {
   std::size_t being_written_ = 0;
   bool names_unsynced_ = false;             // a segment was created since the directory was synced
   std::vector<SegmentPtr> doomed_;          // to be removed
-  std::atomic<bool> removal_waits_{false};  // whether a doomed segment waits for a read to end
+  std::atomic<bool> removal_waits_{false};  // whether a doomed segment waits for a read
 };
 
 }  // namespace tierstore
