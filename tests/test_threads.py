@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -72,6 +73,26 @@ def test_a_thread_does_not_wait_for_itself() -> None:
     thread.start()
     thread.join()
     assert errors == ["cannot join current thread"]
+
+
+def test_a_forked_child_waits_for_none_of_its_parent() -> None:
+    goes_on = threading.Event()
+    thread = Thread(target=goes_on.wait)
+    thread.start()
+    child = os.fork()
+    if child == 0:
+        thread.join()
+        thread.join(60)
+        os._exit(int(thread.is_alive()))
+    begin = time.monotonic()
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - begin < 30:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    goes_on.set()
+    thread.join()
+    assert ended == (child, 0)
 
 
 def test_the_library_starts_no_other_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import time
 
@@ -44,6 +45,7 @@ class Thread(threading.Thread):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._over = Gate()
+        self._process = os.getpid()
 
     def run(self) -> None:
         try:
@@ -52,12 +54,14 @@ class Thread(threading.Thread):
             self._over.open()
 
     def is_alive(self) -> bool:
-        return self.ident is not None and not self._over.is_open
+        return self.ident is not None and not self._over.is_open and os.getpid() == self._process
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended, for ``timeout`` seconds at most."""
         if self.ident in (None, threading.get_ident()):
             super().join()  # raises RuntimeError
+        elif os.getpid() != self._process:
+            return  # a forked child has only the thread that forked
         elif timeout is None:
             self._over.wait()
         else:
