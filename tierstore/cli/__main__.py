@@ -2,6 +2,6 @@
 
 import sys
 
-from tierstore.cli.main import main
+from tierstore.cli.main import console
 
-sys.exit(main())
+sys.exit(console())

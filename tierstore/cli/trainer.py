@@ -109,8 +109,9 @@ class Trainer:
         loader = map(self.ranks.part_of, self.schedule.draw(dataset, self.batches))
         ahead: Any = tierstore.prefetch(OwnPagesWhileKept(loader), self.model)
         started = time.perf_counter() - self._seconds
+        batches = iter(ahead)  # named, so that ``close`` ends it: Ctrl-C in a destructor is lost
         with closing(ahead):  # a loop that was left early still has batches in flight
-            for batch in ahead:
+            for batch in batches:
                 with self.ranks.in_step():
                     self._step(batch)
                 self._seconds = time.perf_counter() - started
