@@ -199,6 +199,29 @@ def test_ctrl_c_within_llvms_callback_while_numba_compiles() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("called back\n", "interrupted\n", 130)
 
 
+def test_ctrl_c_while_numba_imports_llvmlite() -> None:
+    code = (
+        "import signal, sys\n"
+        "from tierstore.cli import inspect\n"
+        "from tierstore.cli.main import main\n"
+        "def interrupt(frame, event, _):\n"
+        "    name = frame.f_globals.get('__name__')\n"
+        "    if event == 'call' and name == 'llvmlite.binding' and frame.f_code.co_name == '<module>':\n"
+        "        sys.setprofile(None)\n"
+        "        print('imported', flush=True)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "def run(args):\n"
+        "    sys.setprofile(interrupt)\n"
+        "    import numba\n"
+        "    print('went on')\n"
+        "inspect.run = run\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(main(['inspect', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("imported\n", "interrupted\n", 130)
+
+
 def test_ctrl_c_elsewhere_raises_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

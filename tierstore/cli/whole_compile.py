@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -43,9 +44,9 @@ def _is_compiling(frame: FrameType | None) -> bool:
     """Return whether Python runs for LLVM, within a step that numba will end."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("llvmlite."):
-            from numba.core.compiler_lock import global_compiler_lock  # loaded already: numba calls LLVM
-
-            return bool(global_compiler_lock.is_locked())
+            # Not there while numba itself is imported, which imports llvmlite.
+            lock = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
+            return lock is not None and bool(lock.is_locked())
         frame = frame.f_back
     return False
 
