@@ -16,7 +16,7 @@ import sys
 import numpy as np
 from tierstore import _core
 from tierstore.cli import inspect
-from tierstore.cli.main import console
+from tierstore.cli.console import console
 from tierstore.cli.storage import run_while_waiting
 from tierstore.keys import make_keys
 from tierstore.store import StoredTable
@@ -68,3 +68,20 @@ def test_the_command_ends_without_an_abort(interrupts: int, tmp_path: Path) -> N
     assert "Traceback" not in err
     assert out == ("has ended\n" if interrupts < 3 else "")
     assert (seconds >= SECONDS * 0.9) == (interrupts < 3)
+
+
+def test_while_the_command_is_imported() -> None:
+    code = (
+        "import builtins, signal, sys\n"
+        "from tierstore.cli.console import console\n"
+        "real = builtins.__import__\n"
+        "def hook(name, *more, **named):\n"
+        "    if name == 'tierstore.cli.arguments':\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    return real(name, *more, **named)\n"
+        "builtins.__import__ = hook\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(console())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -2,6 +2,6 @@
 
 import sys
 
-from tierstore.cli.main import console
+from tierstore.cli.console import console
 
 sys.exit(console())

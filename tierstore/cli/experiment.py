@@ -18,7 +18,7 @@ from tierstore.cache.tiers.sizes import as_policy
 from tierstore.cli import checkpoint
 from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
-from tierstore.cli.interrupt import GracefulInterrupt
+from tierstore.cli.interrupt import EXIT_INTERRUPTED, GracefulInterrupt
 from tierstore.cli.memory import PeakRss
 from tierstore.cli.messages import say
 from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
@@ -40,7 +40,6 @@ from tierstore.errors import TierStoreError
 from tierstore.result_file import JsonFile, ResultFile, machine
 
 EXIT_DIFFERENT = 1
-EXIT_INTERRUPTED = 130
 
 
 class Experiment:

@@ -8,6 +8,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+EXIT_INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C has ended."""
+
 
 class GracefulInterrupt:
     """While active, it only notes the first SIGINT or SIGTERM, so that the run is saved between batches.

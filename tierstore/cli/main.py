@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -17,6 +16,7 @@ from importlib import import_module
 
 import tierstore
 from tierstore.cli.arguments import check_arguments
+from tierstore.cli.interrupt import EXIT_INTERRUPTED
 from tierstore.cli.messages import ArgumentParser
 from tierstore.cli.ranks import complain, own_rank
 from tierstore.cli.whole_compile import WholeCompile
@@ -29,7 +29,6 @@ COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "
 made in ``run``."""
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,21 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
 
 
-def console() -> int:
-    """Run the command line of this process, which ends with the code that this function returns.
-
-    Work that Ctrl-C has ended may take a moment until its threads are over, for which the interpreter waits.
-    Ctrl-C in that moment ends the process at once: an interpreter that ended beside such threads would abort.
-    """
-    try:
-        return main()
-    except KeyboardInterrupt:  # another one, while ``main`` told of the first
-        return EXIT_INTERRUPTED
-    finally:
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-
-
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; of several ranks, rank 0 prints what is wrong with it."""
     if own_rank() == 0:
@@ -127,4 +111,4 @@ def error_text(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(console())
+    sys.exit(main())
