@@ -5,34 +5,36 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
+import sys
 from tierstore.cache.at_exit import end_at_exit
 
 
 class Ending:
-    calls = 0
-
-    def __init__(self, name, error):
-        self.name, self.error = name, error
+    def __init__(self, name, *errors):
+        self.name, self.errors = name, list(errors)
 
     def end_at_exit(self):
-        self.calls += 1
-        if self.calls == 1:
-            raise self.error
-        print(self.name, "has ended", flush=True)
+        if self.errors:
+            raise self.errors.pop(0)
+        print(self.name, "has ended")
 
 
-endings = [
-    Ending("first", KeyboardInterrupt()), Ending("second", OSError()), Ending("third", KeyboardInterrupt())
-]
+interrupts = [KeyboardInterrupt()] * int(sys.argv[1])
+endings = [Ending("first", *interrupts), Ending("second", OSError()), Ending("third", KeyboardInterrupt())]
 for ending in endings:
     end_at_exit(ending)
 """
 
 
-def test_ctrl_c_ends_no_wait_for_good() -> None:
-    """Another error does: the object would raise it again."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert ended.stdout.split("\n") == ["third has ended", "first has ended", ""]
-    assert ended.stderr.count("Ctrl-C again ends the process before") == 2
+@pytest.mark.parametrize(("interrupts", "code"), [(1, 0), (2, 130)])
+def test_ctrl_c_ends_no_wait_for_good(interrupts: int, code: int) -> None:
+    """Another error does: the object would raise it again. Ctrl-C in the second wait ends the process."""
+    command = [sys.executable, "-c", SCRIPT, str(interrupts)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert ended.stdout == "third has ended\n" + (interrupts == 1) * "first has ended\n"
+    assert ended.stderr.count("Ctrl-C once more ends the process at once") == 2
     assert ended.stderr.count("did not end as it should: OSError()") == 1

@@ -11,6 +11,8 @@ import atexit
 import itertools
 import logging
 import os
+import sys
+from contextlib import suppress
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -21,6 +23,8 @@ class Ending(Protocol):
     def end_at_exit(self) -> None:
         """End the object's threads for good. A further call, also after an orderly end, does nothing."""
 
+
+_INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended
 
 _running: WeakValueDictionary[int, Ending] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -46,8 +50,19 @@ def _end(ending: Ending) -> None:
     try:
         ending.end_at_exit()
     except KeyboardInterrupt:  # has ended the wait, not what was waited for
-        logger.warning("%s ends; Ctrl-C again ends the process before", type(ending).__name__)
-        ending.end_at_exit()
+        logger.warning("%s ends; Ctrl-C once more ends the process at once", type(ending).__name__)
+        try:
+            ending.end_at_exit()
+        except KeyboardInterrupt:
+            _end_at_once()
+
+
+def _end_at_once() -> None:
+    """End the process beside threads that may be in native code, without the end of the interpreter."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(_INTERRUPTED)
 
 
 def _forget_all() -> None:
