@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tierstore.cuda.source import HEADERS, MAIN
 _ROOT = Path(__file__).parents[2]
 _NVCC = shutil.which("nvcc")
 _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+_OF_RARE_PARTS = ("sm_90",)
 _LAYOUTS = [Part(64, 4), Part(64, 4, 1), Part(128, 4), Part(128, 4, 3), Part(17, 1), Part(17, 1, 2)]
 _OF_NORMS = [Part(dim, 4, optimizer) for dim in (64, 128) for optimizer in (6, 7, 8, 9)]
 """Updates by LARS, LAMB and the partially row-wise optimizers, which need sums over a row's columns."""
@@ -33,7 +35,9 @@ _OF_16_BITS = [
     for weights in ("bf16", "fp16")
     for layout in ((64, 4, None), (64, 4, 1), (128, 4, 3), (20, 4, 8), (17, 1, None), (17, 1, 7))
 ]
-_PARTS = [Part(), *_LAYOUTS, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9), *_OF_16_BITS]
+_OFTEN = [Part(), *_LAYOUTS, Part(128, 4, 8), Part(64, 4, None, "bf16"), Part(64, 4, 1, "bf16")]
+_PARTS = list(dict.fromkeys([*_OFTEN, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9), *_OF_16_BITS]))
+"""The parts that are used most often come first; these are compiled for every architecture, others for one."""
 _KERNELS = _ROOT / "csrc" / MAIN
 _ALIASES = ("LookupOfLayout", "UpdateOfLayout")  # by which kernels.cu names what a part chooses
 _REGISTERS = 80  # three blocks of 256 threads fit a multiprocessor
@@ -71,13 +75,22 @@ def _compile(source: Path, output: Path, *options: str) -> str:
     return done.stderr + done.stdout
 
 
-def _source_of_all() -> str:
-    """Return a source of all parts: the kernels of each have its number in their names.
+_COMPILED = {"often": _ARCHITECTURES, "rarely": _OF_RARE_PARTS}
+
+
+def _architectures(part: Part) -> tuple[str, ...]:
+    return _ARCHITECTURES if part in _OFTEN else _OF_RARE_PARTS
+
+
+def _source_of(architectures: tuple[str, ...]) -> str:
+    """Return a source of parts: the kernels of each have its number in their names.
 
     nvcc takes twice as long to read CUDA's headers as to compile a part.
     """
-    lines = []
+    lines: list[str] = []
     for number, part in enumerate(_PARTS):
+        if number and _architectures(part) != architectures:
+            continue
         macros = [option.removeprefix("-D").replace("=", " ") for option in part.defines()]
         macros += [f"{name} {name}_{number}" for name in (*sorted(_kernels(part)), *_ALIASES) if number]
         lines += [f"#define {macro}" for macro in macros]
@@ -105,22 +118,31 @@ class Compiled:
     ptx: dict[str, str]
 
 
-@pytest.fixture(scope="module")
-def compiled_parts(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    """Compile all parts at once."""
-    folder = tmp_path_factory.mktemp("kernels")
-    source = folder / "all.cu"
-    source.write_text(_source_of_all())
-    options = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in _ARCHITECTURES]
+def _compile_parts(folder: Path, architectures: tuple[str, ...]) -> tuple[str, str]:
+    """Return what the compiler reports of the parts for these architectures, and their PTX."""
+    folder.mkdir()
+    source = folder / "parts.cu"
+    source.write_text(_source_of(architectures))
+    options = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in architectures]
     options += ["--fatbin", "-Xptxas", "-v", "--keep", "--keep-dir", str(folder)]
     report = _compile(source, folder / "kernels.fatbin", *options)
+    compute = "compute_90." if len(architectures) > 1 else ""
+    return report, (folder / f"parts.{compute}ptx").read_text()
+
+
+@pytest.fixture(scope="module")
+def compiled_parts(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    """Compile the parts that are used often, and the others at the same time."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with ThreadPoolExecutor() as pool:
+        outputs = pool.map(lambda name: _compile_parts(folder / name, _COMPILED[name]), _COMPILED)
+    report, ptx = ("\n".join(texts) for texts in zip(*outputs, strict=True))
     found = re.findall(
         r"Compiling entry function '(\w+)' for '(sm_\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
         r", (\d+) bytes spill loads.*?Used (\d+) registers",
         report,
         re.DOTALL,
     )
-    ptx = (folder / "all.compute_90.ptx").read_text()
     assert ".func" not in ptx  # a kernel's PTX is all that it runs
     entries = {body.partition("(")[0]: body for body in ptx.split(".visible .entry ")[1:]}
     parts = [Compiled(part, {}, {}) for part in _PARTS]
@@ -146,7 +168,7 @@ def compiled(request: pytest.FixtureRequest, compiled_parts: list[Compiled]) -> 
 
 def test_registers_and_spills(compiled: Compiled) -> None:
     part = compiled.part
-    assert set(compiled.reports) == set(itertools.product(_kernels(part), _ARCHITECTURES))
+    assert set(compiled.reports) == set(itertools.product(_kernels(part), _architectures(part)))
     most = {"update_singles": _REGISTERS_OF_SINGLES}
     if part.optimizer in _WITHOUT_STATE_PER_COLUMN:
         most["update_cold"] = _REGISTERS_OF_COLD
