@@ -37,7 +37,7 @@ _OF_16_BITS = [
 ]
 _OFTEN = [Part(), *_LAYOUTS, Part(128, 4, 8), Part(64, 4, None, "bf16"), Part(64, 4, 1, "bf16")]
 _PARTS = list(dict.fromkeys([*_OFTEN, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9), *_OF_16_BITS]))
-"""The parts that are used most often come first; these are compiled for every architecture, others for one."""
+"""Parts that are used often come first: they are compiled for every architecture, others for one."""
 _KERNELS = _ROOT / "csrc" / MAIN
 _ALIASES = ("LookupOfLayout", "UpdateOfLayout")  # by which kernels.cu names what a part chooses
 _REGISTERS = 80  # three blocks of 256 threads fit a multiprocessor
