@@ -167,13 +167,12 @@ def test_reading_ahead_fails(
 
 
 def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     with bags(20) as module:
         module.load_rows(torch.arange(1000), torch.randn(1000, 5))
-        monkeypatch.setattr("tierstore.cache.tiers.read_ahead.threading.Thread", Refused)
+        monkeypatch.setattr(threading.Thread, "start", refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(prefetch(BATCHES, module, depth=1, window=6, inputs={"": lambda batch: (batch,)}))
         monkeypatch.undo()
