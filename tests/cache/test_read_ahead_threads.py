@@ -97,28 +97,6 @@ def test_close_waits_for_both(rig: Rig) -> None:
     assert not rig.ahead._threads
 
 
-def test_close_waits_for_threads_that_end_by_themselves(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter that ends beside a thread may abort."""
-    may_end, work = threading.Event(), rig.ahead._work
-
-    def ends_late() -> None:
-        work()
-        may_end.wait(20)
-
-    monkeypatch.setattr(rig.ahead, "_work", ends_late)
-    rig.store.go.set()
-    rig.announce(0, *KEYS)
-    rig.plan(0, *KEYS)
-    wait_for(lambda: not rig.ahead._threads)
-    closing = threading.Thread(target=rig.ahead.close, daemon=True)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
-    may_end.set()
-    closing.join(20)
-    assert not closing.is_alive()
-
-
 def test_one_thread_suffices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, []
 

@@ -55,7 +55,6 @@ class Session:
         self._is_closed = False
         self._process = os.getpid()
         self._thread: Thread | None = None
-        self._closer: Thread | None = None  # which closes the session where the caller cannot
 
     def begin(self) -> None:
         """Start the worker; the caller must call :meth:`close`, also if this fails."""
@@ -193,8 +192,7 @@ class Session:
         if self._is_closed or os.getpid() != self._process:
             return
         if self._is_in_the_way():
-            self._closer = Thread(target=self._close, name="tierstore-end", daemon=True)
-            self._closer.start()
+            Thread(target=self._close, name="tierstore-end", daemon=True).start()
         else:
             uninterrupted(self._close)
 
@@ -224,7 +222,5 @@ class Session:
             ends.callback(self._worker.abandon)
 
     def end_at_exit(self) -> None:
-        if self._closer is not None:
-            self._closer.join(_END_SECONDS)
         if not self._is_closed:
             self._close(_END_SECONDS)  # other ranks may be gone, and the worker wait for them

@@ -101,7 +101,6 @@ class ReadAhead:
         self._horizon = Horizon()
         self._closed = False
         self._threads: set[threading.Thread] = set()
-        self._ending: list[threading.Thread] = []  # threads that end by themselves
         self._choosing = threading.Lock()  # taken before the residency lock
         self._failure: BaseException | None = None
 
@@ -162,7 +161,6 @@ class ReadAhead:
 
     def _start_threads(self) -> None:
         # The threads end when no lookup is announced any more, so they never keep the tables alive.
-        self._ending = [thread for thread in self._ending if thread.is_alive()]
         while len(self._threads) < _THREADS:
             thread = Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
             try:
@@ -293,7 +291,7 @@ class ReadAhead:
         else:
             return
         with self._changed:
-            self._end_of_thread()
+            self._threads.discard(threading.current_thread())
             self.forget()
             self._failure = failure or self._failure
 
@@ -302,7 +300,7 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or bool(self._incoming) or self._is_due())
             if self._is_over():
-                self._end_of_thread()  # the next announcement starts another one
+                self._threads.discard(threading.current_thread())  # the next announcement starts another one
                 self._changed.notify_all()
                 return False
         with self._choosing:
@@ -315,11 +313,6 @@ class ReadAhead:
             part.rows.finish(part.slots, found)
             self._changed.notify_all()
         return True
-
-    def _end_of_thread(self) -> None:
-        thread = threading.current_thread()
-        self._threads.discard(thread)
-        self._ending.append(thread)
 
     def _next_part(self) -> _Part | None:
         """Add the rows that were queued, and go on in the round. Return what to read, or None."""
@@ -382,6 +375,6 @@ class ReadAhead:
         with self._changed:
             self._closed = True
             self.forget()
-            threads = [*self._threads, *self._ending]
+            threads = list(self._threads)
         for thread in threads:
             thread.join()
