@@ -12,9 +12,13 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
+
+from tierstore.threads import Thread
 
 logger = logging.getLogger("tierstore")
 
@@ -24,10 +28,12 @@ class Ending(Protocol):
         """End the object's threads for good. A further call, also after an orderly end, does nothing."""
 
 
+_THREAD_SECONDS = 30.0
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C has ended
 
 _running: WeakValueDictionary[int, Ending] = WeakValueDictionary()
 _numbers = itertools.count()
+_threads: WeakSet[Thread] = WeakSet()
 
 
 def end_at_exit(ending: Ending) -> None:
@@ -35,26 +41,38 @@ def end_at_exit(ending: Ending) -> None:
     _running[next(_numbers)] = ending
 
 
+def wait_at_exit(thread: Thread) -> None:
+    """Wait for ``thread``, which ends by itself, when all objects have ended with the process: the thread may
+    have the last reference to a store, and close that store."""
+    _threads.add(thread)
+
+
 def _end_all() -> None:
     for number in sorted(_running.keys(), reverse=True):
         ending = _running.get(number)
         if ending is None:
             continue
-        try:
-            _end(ending)
-        except BaseException as error:  # further objects must end, and the program's exit code stays
-            logger.warning("%s did not end as it should: %r", type(ending).__name__, error)
+        _end(type(ending).__name__, ending.end_at_exit)
+    for thread in list(_threads):
+        _end(thread.name, partial(thread.join, _THREAD_SECONDS))
 
 
-def _end(ending: Ending) -> None:
+def _end(name: str, end: Callable[[], None]) -> None:
     try:
-        ending.end_at_exit()
-    except KeyboardInterrupt:  # has ended the wait, not what was waited for
-        logger.warning("%s ends; Ctrl-C once more ends the process at once", type(ending).__name__)
         try:
-            ending.end_at_exit()
-        except KeyboardInterrupt:
-            _end_at_once()
+            end()
+        except KeyboardInterrupt:  # has ended the wait, not what was waited for
+            logger.warning("%s ends; Ctrl-C once more ends the process at once", name)
+            _end_or_leave(end)
+    except BaseException as error:  # further objects must end, and the program's exit code stays
+        logger.warning("%s did not end as it should: %r", name, error)
+
+
+def _end_or_leave(end: Callable[[], None]) -> None:
+    try:
+        end()
+    except KeyboardInterrupt:
+        _end_at_once()
 
 
 def _end_at_once() -> None:
@@ -67,8 +85,8 @@ def _end_at_once() -> None:
 
 def _forget_all() -> None:
     """Forget all objects in a forked child, which has none of the threads that may hold the locks."""
-    global _running
-    _running = WeakValueDictionary()
+    global _running, _threads
+    _running, _threads = WeakValueDictionary(), WeakSet()
 
 
 atexit.register(_end_all)

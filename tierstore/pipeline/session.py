@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from cache_policies.windows import Pulls
-from tierstore.cache.at_exit import end_at_exit
+from tierstore.cache.at_exit import end_at_exit, wait_at_exit
 from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
 from tierstore.cache.uninterrupted import uninterrupted, works_here
@@ -192,7 +192,9 @@ class Session:
         if self._is_closed or os.getpid() != self._process:
             return
         if self._is_in_the_way():
-            Thread(target=self._close, name="tierstore-end", daemon=True).start()
+            closing = Thread(target=self._close, name="tierstore-end", daemon=True)
+            closing.start()
+            wait_at_exit(closing)
         else:
             uninterrupted(self._close)
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.at_exit import wait_at_exit
 from tierstore.cache.tiers.horizon import Horizon
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.cache.tiers.sizes import MAX_SLOTS
@@ -171,6 +172,7 @@ class ReadAhead:
                     self._incoming.clear()
                 return
             self._threads.add(thread)
+            wait_at_exit(thread)
 
     def lookup_begun(self, seq: int) -> None:
         """Learn that lookup ``seq`` is being planned: its rows, and rows of earlier lookups, need not be read
