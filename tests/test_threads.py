@@ -81,9 +81,12 @@ def test_a_forked_child_waits_for_none_of_its_parent() -> None:
     thread.start()
     child = os.fork()
     if child == 0:
-        thread.join()
-        thread.join(60)
-        os._exit(int(thread.is_alive()))
+        try:
+            thread.join()
+            thread.join(60)
+            os._exit(int(thread.is_alive()))
+        finally:
+            os._exit(2)  # no child runs further tests, whatever is raised
     begin = time.monotonic()
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - begin < 30:
         time.sleep(0.01)
