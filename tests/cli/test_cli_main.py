@@ -175,51 +175,40 @@ def test_ctrl_c_within_torchs_native_code_while_torch_is_imported() -> None:
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
-def test_ctrl_c_within_llvms_callback_while_numba_compiles() -> None:
-    """Python prints and drops an exception that is raised there."""
+@pytest.mark.parametrize(
+    ("where", "before", "work"),
+    [
+        # Python prints and drops an exception that is raised in a callback of LLVM.
+        ("'object_cache_notify' in frame.f_code.co_name", "import numba", "numba.njit(lambda x: x + 1)(1)"),
+        (
+            "(frame.f_globals.get('__name__'), frame.f_code.co_name) == ('llvmlite.binding', '<module>')",
+            "pass",
+            "import numba",
+        ),
+    ],
+    ids=["while numba compiles", "while numba imports llvmlite"],
+)
+def test_ctrl_c_within_llvmlite(where: str, before: str, work: str) -> None:
     code = (
         "import signal, sys\n"
         "from tierstore.cli import inspect\n"
         "from tierstore.cli.main import main\n"
         "def interrupt(frame, event, _):\n"
-        "    if event == 'call' and 'object_cache_notify' in frame.f_code.co_name:\n"
+        f"    if event == 'call' and {where}:\n"
         "        sys.setprofile(None)\n"
-        "        print('called back', flush=True)\n"
+        "        print('called', flush=True)\n"
         "        signal.raise_signal(signal.SIGINT)\n"
         "def run(args):\n"
-        "    import numba\n"
+        f"    {before}\n"
         "    sys.setprofile(interrupt)\n"
-        "    numba.njit(lambda x: x + 1)(1)\n"
+        f"    {work}\n"
         "    print('went on')\n"
         "inspect.run = run\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "sys.exit(main(['inspect', 'x']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("called back\n", "interrupted\n", 130)
-
-
-def test_ctrl_c_while_numba_imports_llvmlite() -> None:
-    code = (
-        "import signal, sys\n"
-        "from tierstore.cli import inspect\n"
-        "from tierstore.cli.main import main\n"
-        "def interrupt(frame, event, _):\n"
-        "    name = frame.f_globals.get('__name__')\n"
-        "    if event == 'call' and name == 'llvmlite.binding' and frame.f_code.co_name == '<module>':\n"
-        "        sys.setprofile(None)\n"
-        "        print('imported', flush=True)\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "def run(args):\n"
-        "    sys.setprofile(interrupt)\n"
-        "    import numba\n"
-        "    print('went on')\n"
-        "inspect.run = run\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "sys.exit(main(['inspect', 'x']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("imported\n", "interrupted\n", 130)
+    assert (done.stdout, done.stderr, done.returncode) == ("called\n", "interrupted\n", 130)
 
 
 def test_ctrl_c_elsewhere_raises_at_once(
