@@ -37,6 +37,7 @@ LONGEST_FIRST = [
     "tests/sharding/test_stopped_ranks.py",
     "tests/store/native/test_native_interrupts.py",
     "tests/mirror/test_scripts.py",
+    "tests/cuda/test_emulated_kernels.py",
     "tests/store/native/test_nearly_full.py",
     "tests/store/native/test_large_stores.py",
     "tests/cuda/test_module_runs.py",
