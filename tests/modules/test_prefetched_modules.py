@@ -22,6 +22,7 @@ from tierstore.modules import (
     TieredEmbeddingBag,
 )
 from tierstore.pipeline.prefetch import prefetch
+from tierstore.sparse import KeyedJaggedTensor
 
 ROWS = 60
 SPEC = optim.Adagrad(lr=0.1)
@@ -106,3 +107,24 @@ def test_prefetch_changes_nothing_and_looks_everything_up_ahead(side: str, dedup
         assert len(threads) == 10 * per_batch
     for module in (*memory.tiered(), *ahead.tiered()):
         module.close()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("names", [["b", "a"], ["x", "a"]])
+def test_a_model_that_gives_the_keys_of_a_batch_other_names(names: list[str], given: bool) -> None:
+    """The same ids under other keys are looked up in other tables."""
+    tables = [EmbeddingBagConfig(ROWS, 4, f"t_{name}", feature_names=[name]) for name in names]
+    data = [keyed_batch(seed, ["a", "b"]).ours for seed in range(6)]
+    found = []
+    for ahead in (False, True):
+        module = EmbeddingBagCollection(tables, config=small_tiers([4], SPEC), optimizer=SPEC)
+        inputs = {module: lambda keyed: keyed} if given else None
+        outputs = []
+        for keyed in prefetch(data, module, inputs=inputs, depth=2, window=3) if ahead else data:
+            out = module(KeyedJaggedTensor(names, keyed.values(), lengths=keyed.lengths())).values()
+            scramble(out).backward()
+            outputs.append(out.detach())
+        found.append([*outputs, *module.state_dict().values()])
+        module.close()
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)

@@ -36,11 +36,14 @@ def _identity(tensors: Sequence[Tensor]) -> Identity | None:
 
 class Ahead:
     """A lookup made ahead for the forward call with these ``inputs``. ``content``: the inputs' hashes, from
-    before the lookup was made."""
+    before the lookup was made; ``form``: what else the lookup is made of."""
 
-    def __init__(self, inputs: Sequence[Tensor], content: Content, lookup: Lookup | None) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], content: Content, lookup: Lookup | None, form: object = None
+    ) -> None:
         self.inputs = inputs
         self.content = content
+        self.form = form
         self.identity: Identity | None = None
         self.lookup = lookup
         self.error: BaseException | None = None
@@ -62,8 +65,8 @@ class Ahead:
             self.lookup.release()
 
 
-def find_ahead(handed_out: Iterable[Ahead], inputs: Sequence[Tensor]) -> Ahead | None:
-    """Return the first lookup that is for a forward call with ``inputs``, or has failed.
+def find_ahead(handed_out: Iterable[Ahead], inputs: Sequence[Tensor], form: object = None) -> Ahead | None:
+    """Return the first lookup that is for a forward call with ``inputs`` and ``form``, or has failed.
 
     Where torch did not see a change of the memory (``x.data``, ``x.numpy()``), the content shows it.
     """
@@ -72,7 +75,7 @@ def find_ahead(handed_out: Iterable[Ahead], inputs: Sequence[Tensor]) -> Ahead |
     for ahead in handed_out:
         if ahead.error is not None:
             return ahead
-        if identity is None or ahead.identity != identity or ahead.content is None:
+        if identity is None or ahead.identity != identity or ahead.content is None or ahead.form != form:
             continue
         content = content or content_of(inputs)
         if ahead.content == content:

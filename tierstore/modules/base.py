@@ -102,6 +102,11 @@ class TieredModule(TrainedTables, nn.Module):
     def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Return the arguments of forward that determine the lookup: ids, offsets or lengths."""
 
+    def lookup_form(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what in forward's arguments determines the lookup beside :meth:`lookup_inputs`; it is
+        compared by value."""
+        return None
+
     @abstractmethod
     def make_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
         """Check and deduplicate forward's arguments (per-sample weights excepted); change nothing.
@@ -153,7 +158,8 @@ class TieredModule(TrainedTables, nn.Module):
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:
-            ahead = find_ahead(list(self._ahead), self.lookup_inputs(*args, **kwargs))
+            inputs, form = self.lookup_inputs(*args, **kwargs), self.lookup_form(args, kwargs)
+            ahead = find_ahead(list(self._ahead), inputs, form)
             if ahead is not None and self._take(ahead):
                 if ahead.error is not None:
                     raise ahead.error

@@ -15,7 +15,7 @@ from tierstore.errors import InputError
 from tierstore.modules.applied import applied_to
 from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import BaseEmbeddingConfig
-from tierstore.modules.features import Features
+from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.gradient_hooks import GradientHook
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.table_weight import TableWeight
@@ -207,6 +207,11 @@ class Collection(TieredModule):
     def lookup_inputs(self, features: object) -> tuple[Tensor, ...]:
         keyed = as_keyed_jagged_tensor(features)
         return keyed.values(), keyed.lengths()
+
+    def lookup_form(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return the keys, and how the output has their bags: the same tensors may be of other keys."""
+        keyed = as_keyed_jagged_tensor(args[0] if args else kwargs["features"])
+        return list(keyed.keys()), list(keyed.stride_per_key()), PooledFeatures.expands(keyed)
 
     def make_lookup(self, features: object) -> FeatureLookup:
         if self.engine.waits:

@@ -199,7 +199,10 @@ def _path_of(module: TieredModule, value: Any, found: list[tuple[Path, Any]]) ->
         return next((path for path, leaf in found if isinstance(leaf, Tensor) and _same(leaf, value)), None)
     jagged = [(path, leaf) for path, leaf in found if is_keyed_jagged(leaf)]
     for path, leaf in jagged:
-        if leaf is value or _same(leaf.values(), value.values()):
+        if leaf is value:
             return path
+        if _same(leaf.values(), value.values()):
+            # under other keys the same ids are looked up in other tables
+            return path if list(leaf.keys()) == list(value.keys()) else None
     wanted = set(module.feature_names())
     return next((path for path, leaf in jagged if wanted and wanted <= set(leaf.keys())), None)

@@ -31,13 +31,14 @@ class Stopped(Exception):
 
 class Made:
     """What becomes of one call of a batch: the call's arguments, its inputs, their content from before the
-    lookup was made, and the lookup."""
+    lookup was made, their form, and the lookup."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[str, Any] = {}
         self.inputs: Sequence[Tensor] = ()
+        self.form: object = None
         self.content: Content = None
         self.lookup: Lookup | None = None
 
@@ -45,6 +46,7 @@ class Made:
         """Find the arguments of the call in a batch. Raises what the batch's structure makes it raise."""
         self.args, self.kwargs = self._call.arguments(batch)
         self.inputs = self._call.module.lookup_inputs(*self.args, **self.kwargs)
+        self.form = self._call.module.lookup_form(self.args, self.kwargs)
 
     def lookup_of(self, batch: Any) -> None:
         """Make the lookup. Raises what the batch's structure and its ids make it raise."""

@@ -213,7 +213,7 @@ class Worker:
             planned.aheads.append((module, Ahead.failed(error)))
             return
         assert made.args is not None
-        ahead = Ahead(made.inputs, made.content, made.lookup)
+        ahead = Ahead(made.inputs, made.content, made.lookup, made.form)
         planned.keep(module, ahead, tensors_read(module, made.args, made.kwargs))
         self._announce(planned, made.lookup)
 
