@@ -84,6 +84,18 @@ def test_or_is_id_0(kind: str, mode: str, caplog: pytest.LogCaptureFixture) -> N
     assert torch.equal(GIVEN[1], torch.tensor(ROWS)), "the batch is the user's"
 
 
+@pytest.mark.parametrize("mode", ["warning", "ignore"])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_or_is_the_row_of_padding_where_this_is_row_0(padding: int, mode: str) -> None:
+    rows = torch.randn(ROWS, 4)
+    options: dict[str, Any] = {"padding_idx": padding, "config": config(mode), "optimizer": SPEC}
+    with tierstore.TieredEmbedding(ROWS, 4, _weight=rows, **options) as module:
+        for ids in (GIVEN, GIVEN[:1], GIVEN.view(2, 3)):
+            kept = torch.where((ids < 0) | (ids >= ROWS), 0, ids)
+            assert torch.equal(module(ids), rows[kept])
+            assert torch.equal(torch.compile(module, backend="eager")(ids), rows[kept])
+
+
 @pytest.mark.parametrize("kind", ["bags", "rows"])
 def test_in_a_prefetch_too(kind: str) -> None:
     batches = [keyed(GIVEN.roll(n)) for n in range(6)]

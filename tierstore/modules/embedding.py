@@ -254,5 +254,7 @@ class TieredEmbedding(SingleTable):
             rows = rows.to(self._output_dtype)
         if self._padding_row is None:
             return rows
-        is_padding = torch.eq(input, self._padding).to(rows.device).unsqueeze(-1)
-        return torch.where(is_padding, self._padding_row, rows)
+        is_padding = torch.eq(input, self._padding)
+        if self._bounds is not None and self._padding == 0:  # ids out of range are looked up as id 0
+            is_padding = is_padding | torch.lt(input, 0) | torch.ge(input, self.num_embeddings)
+        return torch.where(is_padding.to(rows.device).unsqueeze(-1), self._padding_row, rows)
