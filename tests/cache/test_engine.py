@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -94,6 +95,33 @@ def test_reading_changes_nothing() -> None:
         assert stats["evicted_rows"] == stats["written_rows"] == stats["lookups"] == 0
         for ids, out in zip(batches, outputs, strict=True):
             assert torch.allclose(out, module.rows(ids[0].flatten()).view(8, 3, 8).sum(1))
+
+
+def test_rows_that_a_plan_has_chosen_to_leave_are_listed_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a prefetch, whose thread plans while the training thread resets the rows."""
+    config = TierConfig(hbm=budget(20), engine="memory", policy="lru")
+    with build(config, optim.SGD(lr=0.1), (5,)) as module:
+        (group,) = module.engine.groups
+        ids = torch.arange(20).view(-1, 1)
+        initial = module.rows(ids.flatten())
+        module([ids]).sum().backward()
+        chosen, go, wait = threading.Event(), threading.Event(), group.stack.wait
+
+        def held(seq: int) -> None:
+            chosen.set()
+            go.wait(60)
+            wait(seq)
+
+        monkeypatch.setattr(group.stack, "wait", held)
+        plan = threading.Thread(target=lambda: module([torch.arange(30, 45).view(-1, 1)]))
+        plan.start()
+        assert chosen.wait(60)
+        threading.Timer(0.2, go.set).start()
+        touched = torch.cat(list(module.touched_ids()))
+        plan.join()
+        assert set(ids.flatten().tolist()) <= set(touched.tolist())
+        module.reset_parameters()
+        assert torch.equal(module.rows(ids.flatten()), initial)
 
 
 def test_counting_goes_on_in_another_process() -> None:

@@ -131,7 +131,8 @@ def touched_ids(group: TierGroup, table: int) -> Iterator[NDArray[np.int64]]:
 
 def _touched_keys(group: TierGroup, table: int) -> Iterator[Keys]:
     stack = group.stack
-    with group.residency_lock:
+    # While a plan is made, the rows that it has chosen to leave a tier are in no tier's list.
+    with group.order.planner(), group.residency_lock:
         group.check_open()
         seen = stack.resident_keys(table)
     if len(seen):
