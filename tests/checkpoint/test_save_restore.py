@@ -80,3 +80,20 @@ def test_batches_pulled_ahead_are_not_in_a_checkpoint(tmp_path: Path) -> None:
     expected = run(tmp_path / "undisturbed", 20)
     run(tmp_path / "stopped", 15, save_at=13)
     equal(run(tmp_path / "stopped", 20), expected)
+
+
+def test_the_row_of_padding_ids_goes_back_too(tmp_path: Path) -> None:
+    """Padding ids are not looked up: the module keeps their row beside the tiers."""
+    config = tierstore.TierConfig(hbm="64KiB", ssd="1GiB", path=tmp_path / "rows")
+    options = {"padding_idx": 2, "config": config, "optimizer": tierstore.optim.SGD(lr=0.1)}
+    model = torch.nn.ModuleDict({"row": tierstore.TieredEmbedding(ROWS, 4, **options)})
+    ids = torch.tensor([2, 3])
+    rows = torch.stack([torch.full((4,), 5.0), torch.full((4,), 7.0)])
+    with model["row"] as module:
+        module.load_rows(ids, rows)
+        tierstore.checkpoint.save(tmp_path / "checkpoints", model, step=1)
+        for other in (torch.zeros(2, 4), rows + 1):
+            module.load_rows(ids, other)
+            tierstore.checkpoint.restore(tmp_path / "checkpoints", model)
+            assert torch.equal(module(ids), rows)
+            assert torch.equal(module.rows(ids), rows)

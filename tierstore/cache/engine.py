@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,7 @@ class Engine:
         """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
         self.uncommitted = 0
         """Updates, and calls that overwrote rows, since the last commit."""
+        self._after_moves: list[WeakMethod[Callable[[], None]]] = []
         self._process = OwnProcess()
         self._closing = threading.Lock()
         self.closed = False
@@ -109,16 +111,8 @@ class Engine:
         opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy, self.device)
         self.device.prepare(opening.computed())
         if config.ssd:
-            self.store = open_store(
-                config.path,
-                config.engine,
-                self.specs,
-                config.ssd_cap,
-                io=config.io,
-                keep=self._keep,
-                at=at,
-                index=config.index,
-            )
+            opens = partial(open_store, io=config.io, keep=self._keep, at=at, index=config.index)
+            self.store = opens(config.path, config.engine, self.specs, config.ssd_cap)
             undo.callback(self.store.close)
         self.groups = opening.groups(self.store)
         self._load_meta()
@@ -305,6 +299,13 @@ class Engine:
         self._open(commit)
         self.uncommitted = 0
         self.closed = False
+        for known in self._after_moves:
+            if (method := known()) is not None:
+                method()
+
+    def call_after_moves(self, method: Callable[[], None]) -> None:
+        """Call a module's method, of which no reference is kept, after every :meth:`go_to`."""
+        self._after_moves.append(WeakMethod(method))
 
     def committed_extra(self) -> dict[str, Any]:
         """Return the ``extra`` of the last commit."""

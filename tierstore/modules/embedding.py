@@ -75,6 +75,7 @@ class SingleTable(HasWeight, TieredModule):
             else:
                 self._clear_padding_row()
         self._find_padding_row()
+        self.engine.call_after_moves(self._find_padding_row)
         self.engine.reset_stats()
 
     @property
