@@ -12,7 +12,7 @@ import torch
 
 from tierstore.errors import ConfigError, InputError
 from tierstore.keys import make_keys
-from tierstore.trace import open_trace
+from tierstore.trace import TraceRecorder, open_trace
 from tierstore.trace.files import ORACLE_GENERAL
 
 IDS = np.array([5, 3, 5, 9, 3, 3, 7])
@@ -227,6 +227,50 @@ def test_bad_files_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((InputError, ConfigError), match=message):
         keys_of(tmp_path / name)
+
+
+def _record(path):
+    with TraceRecorder(path, {"a": 10}, compress=True) as recorder:
+        recorder.record({"a": np.arange(9)})
+
+
+def _write_parquet(path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"a": list(range(9))}), path)
+
+
+WHOLE_FILES = {
+    "one.npy": lambda path: np.save(path, np.arange(9)),
+    "columns.npz": lambda path: np.savez_compressed(path, a=np.arange(9), b=np.arange(9)),
+    "stored.npz": lambda path: np.savez(path, a=np.arange(9)),
+    "multi_hot.npz": lambda path: np.savez_compressed(path, a=np.ones((9, 2), int), b=np.ones((9, 2), int)),
+    "recorded.npz": _record,
+    "one.parquet": _write_parquet,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_FILES)
+def test_whatever_is_damaged_is_one_error(tmp_path, name):
+    """zipfile, zlib, NumPy and Arrow raise many kinds of errors, each at bytes of its own."""
+    path = tmp_path / name
+    WHOLE_FILES[name](path)
+    whole, refused = path.read_bytes(), 0
+    flipped = [bytes([*whole[:i], whole[i] ^ 1 << i % 8, *whole[i + 1 :]]) for i in range(len(whole))]
+    for damaged in [*flipped, *(whole[:i] for i in range(0, len(whole), 7))]:
+        path.write_bytes(damaged)
+        try:
+            keys_of(path)
+        except InputError:
+            refused += 1
+        except MemoryError:  # a shape of 10^14 ids
+            pass
+    assert refused > len(whole) // 20
+
+
+def test_an_integer_too_long_for_python(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"a": 1}\n{"a": ' + "1" * 5000 + "}\n")
+    with pytest.raises(InputError, match="line 2 is no JSON"):
+        keys_of(tmp_path / "log.jsonl")
 
 
 @pytest.mark.parametrize(

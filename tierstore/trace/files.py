@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from itertools import chain, compress, islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from tierstore.errors import ConfigError, InputError
 from tierstore.trace.columns import SAMPLE, chosen, chosen_arrays
+from tierstore.trace.damage import named_damage
 from tierstore.trace.json_lines import open_json_lines
 from tierstore.trace.multi_hot import is_multi_hot, open_multi_hot
 from tierstore.trace.trace import TableIds, Trace, in_bags, in_batches
@@ -27,10 +28,8 @@ ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("ne
 
 def open_npy(path: Path, batch_size: int) -> Trace:
     """Open integers through a memory map: (n,) is one table, (n, tables) has a column per table."""
-    try:
+    with named_damage(path, " is no complete .npy file"):
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InputError(f"{path} is no complete .npy file: {error}") from error
     return _from_columns(path, {path.stem: array} if array.ndim == 1 else _columns(path, array), batch_size)
 
 
@@ -39,11 +38,8 @@ def open_npz(path: Path, batch_size: int, columns: Sequence[str] | None = None) 
     (n, k) have k ids per example, as MLPerf's multi-hot data. ``columns``: the arrays that are tables."""
     if is_multi_hot(path):
         return open_multi_hot(path, batch_size, columns)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} is no complete .npz file: {error}") from error
+    with named_damage(path, " is no complete .npz file"), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
     if len(arrays) == 1 and next(iter(arrays.values())).ndim == 2:
         arrays = _columns(path, next(iter(arrays.values())))
     elif arrays:
@@ -135,20 +131,25 @@ def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> 
     An example whose value is null has no id there.
     """
     try:
-        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+        parquet = import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{path}: reading parquet needs the package pyarrow (pip install pyarrow)"
         ) from error
-    try:
+    damaged = partial(named_damage, path, " is no complete parquet file")
+    with damaged():
         file = parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{path} is no complete parquet file: {error}") from error
-    names = chosen(path, columns, _parquet_samples(file))
+        samples = _parquet_samples(file)
+    names = chosen(path, columns, samples)
     known: list[dict[Any, int]] = [{} for _ in names]
 
     def batches() -> Iterator[list[TableIds]]:
-        for part in file.iter_batches(batch_size, columns=list(names)):
+        parts = file.iter_batches(batch_size, columns=list(names))
+        while True:
+            with damaged():
+                part = next(parts, None)
+            if part is None:
+                return
             yield [(t, _arrow_ids(path, names[t], part.column(t), known[t])) for t in range(len(names))]
 
     return Trace(str(path), tuple(names), batches, -(-file.metadata.num_rows // batch_size))

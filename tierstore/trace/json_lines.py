@@ -54,7 +54,7 @@ def _objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, 
             continue
         try:
             example = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number} is no JSON: {error}") from error
         if not isinstance(example, dict):
             raise InputError(f"{path}, line {number} is {line.strip()[:40]}; each line must be an object")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import numpy as np
 
 from tierstore.errors import InputError
 from tierstore.trace.columns import SAMPLE, chosen_arrays
+from tierstore.trace.damage import named_damage
 from tierstore.trace.trace import TableIds, Trace
 
 _SUFFIX = ".npy"
@@ -33,9 +34,14 @@ class _Member:
         return self.name.removesuffix(_SUFFIX)
 
 
+def _archive(path: Path) -> zipfile.ZipFile:
+    with named_damage(path, " is no complete .npz file"):
+        return zipfile.ZipFile(path)
+
+
 def is_multi_hot(path: Path) -> bool:
     """Return whether a .npz has several arrays, of which some have two dimensions."""
-    with zipfile.ZipFile(path) as archive:
+    with _archive(path) as archive:
         shapes = [_header(path, archive, name)[0] for name in archive.namelist()]
     return len(shapes) > 1 and any(len(shape) == 2 for shape in shapes)
 
@@ -46,7 +52,7 @@ def open_multi_hot(path: Path, batch_size: int, columns: Sequence[str] | None = 
     An array (examples,) has one id per example. ``columns``: the arrays that are tables. Raises InputError
     for arrays that do not fit together, and ConfigError where ``columns`` must say what the tables are.
     """
-    with zipfile.ZipFile(path) as archive:
+    with _archive(path) as archive:
         samples = {name.removesuffix(_SUFFIX): _sample(path, archive, name) for name in archive.namelist()}
         names = chosen_arrays(path, columns, samples)
         members = [_member(path, archive, name + _SUFFIX) for name in names]
@@ -59,10 +65,11 @@ def open_multi_hot(path: Path, batch_size: int, columns: Sequence[str] | None = 
 
     def batches() -> Iterator[list[TableIds]]:
         with ExitStack() as closing:
-            archive = closing.enter_context(zipfile.ZipFile(path))
-            streams = [closing.enter_context(archive.open(member.name)) for member in members]
-            for stream in streams:
-                _read_header(stream)
+            archive = closing.enter_context(_archive(path))
+            with named_damage(path, " is damaged"):
+                streams = [closing.enter_context(archive.open(member.name)) for member in members]
+                for stream in streams:
+                    _read_header(stream)
             for begin in range(0, count, batch_size):
                 size = min(batch_size, count - begin)
                 pairs = zip(members, streams, strict=True)
@@ -78,7 +85,7 @@ def _sample(path: Path, archive: zipfile.ZipFile, name: str) -> list[object]:
         return [dtype]
     with archive.open(name) as stream:
         shape, _, _ = _read_header(stream)
-        count = min(SAMPLE, int(np.prod(shape)))
+        count = min(SAMPLE, math.prod(shape))
         data = _bytes(path, name.removesuffix(_SUFFIX), stream, count * dtype.itemsize)
         found: list[object] = np.frombuffer(data, dtype).tolist()
         return found
@@ -95,11 +102,8 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str) -> _Member:
 
 
 def _header(path: Path, archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    try:
-        with archive.open(name) as stream:
-            return _read_header(stream)
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise InputError(f"{path}: {name} is no complete array: {error}") from error
+    with named_damage(path, f": {name} is no complete array"), archive.open(name) as stream:
+        return _read_header(stream)
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -114,10 +118,8 @@ def _read(path: Path, stream: IO[bytes], member: _Member, examples: int) -> np.n
 
 
 def _bytes(path: Path, table: str, stream: IO[bytes], size: int) -> bytes:
-    try:
+    with named_damage(path, f": array {table} is damaged"):
         data = stream.read(size)
-    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: array {table} is damaged: {error}") from error
     if len(data) < size:
         raise InputError(f"{path}: array {table} ends early; is the file truncated?")
     return data

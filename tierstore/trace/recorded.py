@@ -25,6 +25,7 @@ from tierstore.errors import ClosedError, InputError
 from tierstore.keys import ID_BITS, make_keys
 from tierstore.sparse import KeyedJaggedTensor
 from tierstore.threads import Thread
+from tierstore.trace.damage import named_damage
 from tierstore.trace.trace import TableIds, Trace
 
 HEADER = "tierstore_trace.json"
@@ -175,7 +176,7 @@ def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarr
 
 def open_recorded(path: Path) -> Trace:
     """Open the trace in ``path``; InputError if the file is damaged or of another format."""
-    try:
+    with named_damage(path, " is no complete recorded trace"):
         with zipfile.ZipFile(path) as archive:
             header = json.loads(archive.read(HEADER))
             names = set(archive.namelist())
@@ -183,8 +184,6 @@ def open_recorded(path: Path) -> Trace:
             chunks = sum(name.startswith("counts/") for name in names)
             counts = [_read(archive, f"counts/{c}.npy") for c in range(chunks)]
         version = header["version"]
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise InputError(f"{path} is no complete recorded trace: {error}") from error
     if version != VERSION:
         raise InputError(f"{path} has trace format {version}; this tierstore reads {VERSION}")
     for array in counts:
@@ -212,10 +211,8 @@ def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _read_ids(path: Path, archive: zipfile.ZipFile, chunk: int) -> np.ndarray:
-    try:
+    with named_damage(path, f": chunk {chunk} is damaged"):
         return _read(archive, f"ids/{chunk}.npy")
-    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise InputError(f"{path}: chunk {chunk} is damaged: {error}") from error
 
 
 def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[TableIds]]:

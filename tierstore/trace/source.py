@@ -13,6 +13,7 @@ from tierstore import data
 from tierstore.data.dataset import Dataset
 from tierstore.errors import ConfigError, InputError
 from tierstore.trace import files, recorded
+from tierstore.trace.damage import named_damage
 from tierstore.trace.trace import TableIds, Trace, check_batch_size
 
 #: The suffixes by which ``open_trace`` tells files apart.
@@ -124,11 +125,8 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
 
 
 def _is_recorded(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return recorded.HEADER in archive.namelist()
-    except zipfile.BadZipFile as error:
-        raise InputError(f"{path} is no complete .npz file: {error}") from error
+    with named_damage(path, " is no complete .npz file"), zipfile.ZipFile(path) as archive:
+        return recorded.HEADER in archive.namelist()
 
 
 def _is_dataset(name: str) -> bool:
