@@ -101,6 +101,33 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert "Exception ignored" not in result.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(closed: str) -> None:
+    command = f"'{sys.executable}' -m tierstore.cli"
+    for arguments, code in (("bench", 0), ("inspect /nowhere", 2)):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {arguments} {closed}"], capture_output=True, check=False
+        )
+        assert done.returncode == code
+        assert b"Traceback" not in done.stderr
+
+
+def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom tierstore.cli import console, main\n"
+        "main.main = lambda: [os.open('a', os.O_CREAT) for _ in range(3)][0] + 100 * bool(print('lost'))\n"
+        "sys.exit(console.console())"
+    )
+    command = f"'{sys.executable}' -c \"{code}\" <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False, cwd=tmp_path)
+    assert 3 <= done.returncode < 100
+
+
+def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:
+    command = f"'{sys.executable}' -m tierstore.cli verify /nowhere 2>/dev/full"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 2
+
+
 class TestBench:
     @pytest.fixture(autouse=True)
     def _benchmarks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

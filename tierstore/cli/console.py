@@ -9,6 +9,8 @@ import sys
 
 from tierstore.cli.interrupt import EXIT_INTERRUPTED
 
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
 
 def console() -> int:
     """Run the command line of this process, which ends with the code that this function returns.
@@ -16,6 +18,7 @@ def console() -> int:
     Work that Ctrl-C has ended may take a moment until its threads are over, for which the interpreter waits.
     Ctrl-C in that moment ends the process at once: an interpreter that ended beside such threads would abort.
     """
+    _open_streams()
     try:
         from tierstore.cli.main import main
 
@@ -26,3 +29,18 @@ def console() -> int:
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+
+
+def _open_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed (``>&-``).
+
+    Else the store's files would take the numbers of these streams, and what native code prints to a stream
+    would be written into them. Python has None for such a stream.
+    """
+    for number, (name, mode) in enumerate(_STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
