@@ -26,6 +26,17 @@ def paths_of(path: Any) -> tuple[str, ...]:
             raise ConfigError(f"path is {path!r}; it must be a folder's path, a list of them, or None")
         if "\0" in os.fsdecode(one):
             raise ConfigError(f"path is {path!r}, which has a zero character; no file can have that name")
+        if not _is_utf8(os.fsdecode(one)):
+            raise ConfigError(f"path is {path!r}, which is not UTF-8; give another path, or a UTF-8 locale")
         if not os.fspath(one):
             raise ConfigError("path is empty; leave it out (None) for a temporary folder")
     return tuple(os.fspath(one) for one in paths)
+
+
+def _is_utf8(name: str) -> bool:
+    """Tell whether a path can be given to engines, which are native code, and come back in their errors."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # Python has surrogates for bytes that the locale cannot read
+        return False
+    return True

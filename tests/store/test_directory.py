@@ -32,7 +32,7 @@ from tierstore.errors import (
     StoreLockedError,
     StoreMismatchError,
 )
-from tierstore.store import files, open_store, read_identity, register_engine, registry
+from tierstore.store import files, open_store, read_identity, register_engine, registry, verify
 
 
 def test_new_directory_with_missing_parents(tmp_path):
@@ -72,6 +72,19 @@ def test_path_is_a_file_or_below_one(tmp_path):
         open_memory(file)
     with pytest.raises(StoreIOError, match="Not a directory"):
         open_memory(file / "below")
+
+
+def test_a_path_that_is_not_utf8(tmp_path, engine):
+    path = tmp_path / os.fsdecode(b"\xff")
+    with pytest.raises(ConfigError, match=r"udcff.*not UTF-8"):
+        open_store(path, engine, TABLES, CAP)
+    assert not os.listdir(tmp_path)
+    with open_store(tmp_path / "store", engine, TABLES, CAP) as store:
+        store.commit()
+    (tmp_path / "store").rename(path)
+    for use in (open_store, verify):
+        with pytest.raises(ConfigError, match="not UTF-8"):
+            use(path)
 
 
 def test_failed_creation_leaves_nothing(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from pathlib import Path
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
-from tierstore.store.devices import FurtherFolders, recorded_folders
+from tierstore.store.devices import FurtherFolders, folders_of, recorded_folders
 from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import JSON, store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
@@ -115,7 +115,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
     open elsewhere, ``StoreMismatchError`` when ``path`` has no store, and ``StoreCorruptError`` when its
     TIERSTORE.json is damaged, without which nothing else can be checked. The report has other damage.
     """
-    folder = Path(path)
+    (folder,) = folders_of(path)
     with store_errors(f"verifying {folder}"), lock_for_reading(folder), ExitStack() as undo:
         identity = read_identity(folder)
         report = VerifyReport(os.fspath(folder), identity.engine)
