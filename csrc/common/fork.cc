@@ -1,5 +1,6 @@
 #include "common/fork.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -50,6 +51,17 @@ void CloseAllInChild() {
 // The handlers are registered when the core is loaded, so that no object is older than the handlers.
 [[maybe_unused]] const int g_registered = pthread_atfork(BeforeFork, AfterFork, CloseAllInChild);
 
+// Returns a number above the standard streams' for what `descriptor` has open. A process whose streams were
+// closed (`2>&-`) gets their numbers for its next files, and would write its messages into the store's.
+int AboveStreams(int descriptor) {
+  if (descriptor < 0 || descriptor > STDERR_FILENO) return descriptor;
+  const int above = fcntl(descriptor, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int error = errno;
+  close(descriptor);
+  errno = error;
+  return above;
+}
+
 }  // namespace
 
 unsigned ForkCount() { return g_forks.load(std::memory_order_relaxed); }
@@ -66,7 +78,7 @@ OwnDescriptor::OwnDescriptor(const std::function<int()>& open) {
   Registry& registry = TheRegistry();
   const std::lock_guard lock(registry.mutex);
   fork_count_ = ForkCount();
-  value_ = open();
+  value_ = AboveStreams(open());
   if (value_ < 0) {
     error_ = errno;
   } else {

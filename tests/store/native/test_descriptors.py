@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.in_memory import tmp_path as in_memory  # noqa: F401  (a fixture)
 from tests.store.store_model import CAP, TABLES, assert_holds, get, put, run_child
 from tierstore import _core
 from tierstore.errors import StoreIOError
+from tierstore.store import verify
 from tierstore.store.native import NativeConfig, NativeStore
 
 PRELUDE = """
@@ -235,3 +237,27 @@ def test_commits_go_on_after_a_sync_without_descriptors(tmp_path):
         assert store.meta() == b"3"
         assert_holds(store, 1, range(500), 1)
         assert_holds(store, 1, range(500, 1000))
+
+
+@pytest.mark.parametrize("io", ["uring", "pread"])
+def test_files_take_no_number_of_a_standard_stream(tmp_path, io):
+    """What a process whose streams are closed prints in native code would be written into its store."""
+    code = """
+import os
+from contextlib import suppress
+for stream in range(3):
+    os.close(stream)
+from tests.store.store_model import *
+from tierstore.store import open_store
+with open_store(sys.argv[1], "native", TABLES, CAP, io=sys.argv[2]) as store:
+    for version in range(3):
+        put(store, 0, range(900), version)
+        store.commit()
+        for stream in range(3):
+            with suppress(OSError):
+                os.write(stream, b"a message of native code")
+                os._exit(3)
+"""
+    child = [sys.executable, "-c", "import sys" + code, str(tmp_path / "store"), io]
+    assert subprocess.run(child, check=False).returncode == 0
+    assert verify(tmp_path / "store").ok
