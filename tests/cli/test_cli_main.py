@@ -94,11 +94,19 @@ def test_ctrl_c_while_the_command_is_imported_exits_130(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"'{sys.executable}' -m tierstore.cli bench | true; exit ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize(
+    ("arguments", "reader", "code"),
+    [("bench", "true", 141), ("inspect /nowhere 2>&1", "true", 141), ("bench", "cat", 0)],
+)
+def test_a_pipe_without_reader_ends_the_command_as_it_ends_others(
+    arguments: str, reader: str, code: int
+) -> None:
+    """No other code says so: ``verify`` has 1 for damage."""
+    command = f"(sleep 0.5; exec '{sys.executable}' -m tierstore.cli {arguments}) | {reader}"
+    command += "; exit ${PIPESTATUS[0]}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert "Traceback" not in result.stderr
-    assert "Exception ignored" not in result.stderr
+    assert result.returncode == code
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
@@ -126,6 +134,17 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
 def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:
     command = f"'{sys.executable}' -m tierstore.cli verify /nowhere 2>/dev/full"
     assert subprocess.run(["bash", "-c", command], check=False).returncode == 2
+
+
+def test_work_goes_on_where_nobody_can_write_its_progress() -> None:
+    """The disk of a training's log may be full."""
+    code = (
+        "import sys\nfrom tierstore.cli import console, main\n"
+        "main.main = lambda: [print('batch', n, file=sys.stderr) for n in range(9999)] and 7\n"
+        "sys.exit(console.console())"
+    )
+    command = f"'{sys.executable}' -c \"{code}\" 2>/dev/full"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 7
 
 
 class TestBench:

@@ -3,6 +3,7 @@
 Nothing slow is imported here.
 """
 
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import sys
 from tierstore.cli.interrupt import EXIT_INTERRUPTED
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+_EXIT_WITHOUT_READER = 128 + signal.SIGPIPE  # as of programs that the signal ends
 
 
 def console() -> int:
@@ -26,6 +28,9 @@ def console() -> int:
     except KeyboardInterrupt:  # while the command is imported, or while ``main`` tells of another one
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has gone (`| head`)
+        _drop_what_nobody_reads()
+        return _EXIT_WITHOUT_READER
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
@@ -44,3 +49,28 @@ def _open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    messages = io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False))
+    encoding, errors = sys.stderr.encoding, sys.stderr.errors
+    sys.stderr = io.TextIOWrapper(messages, encoding=encoding, errors=errors, line_buffering=True)
+
+
+def _drop_what_nobody_reads() -> None:
+    """Empty the streams. Else Python would complain of a broken pipe, and exit with 120, when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class _Messages(io.FileIO):
+    """Standard error. What its disk has no room for is lost: a training goes on without its log, and the exit
+    code says what became of the work."""
+
+    def write(self, data):  # type: ignore[no-untyped-def]  # of any object with bytes
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(data)

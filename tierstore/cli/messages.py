@@ -13,12 +13,8 @@ _WIDTH = 80
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, see :func:`wrapped`, unless stderr takes nothing: its disk may be full."""
-    try:
-        print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
-    except OSError:
-        # What stays buffered would fail again at the end of Python, and change the exit code.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    """Print a message on stderr, see :func:`wrapped`."""
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, stream: TextIO) -> str:
