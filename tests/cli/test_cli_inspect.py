@@ -44,6 +44,27 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert items[4] == "2"
 
 
+@pytest.mark.parametrize("columns", [None, 80, 60])
+def test_no_column_of_commits_is_cut(
+    tmp_path: Path, columns: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag, note = "checkpoint-e8b574ae-000001-step60-4d930b9d", "at-the-end-of-the-epoch"
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    with filled_store(tmp_path) as store:
+        store.commit(f'{{"extra": {{"note": "{note}"}}}}'.encode(), tag=tag)
+    assert main(["commits", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    if columns is None:
+        assert sum(tag in line and note in line for line in lines) == 1
+    else:
+        assert max(map(len, lines)) <= columns
+        tags, times, notes = (lines[1].index(title) for title in ("tag", "made at", "meta"))
+        assert tag in "".join(line[tags:times].strip() for line in lines)
+        assert note in "".join(line[notes:].strip() for line in lines)
+
+
 def test_a_store_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with filled_store(tmp_path):
         before = files_of(tmp_path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
+from tierstore.cli.messages import results_console
 from tierstore.cli.storage import (
     add_command,
     describe_commit,
@@ -54,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([describe_commit(commit) for commit in commits])
         return 0
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     if note:
         console.print(f"note: {note}")
     if commits:
@@ -72,9 +71,9 @@ def print_commits(console: Any, commits: list[CommitInfo]) -> None:
 
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("commit", justify="right", no_wrap=True)
-    grid.add_column("tag", no_wrap=True)
+    grid.add_column("tag", overflow="fold")  # a narrow terminal folds this column and the last one
     grid.add_column("made at", no_wrap=True)
-    grid.add_column("meta")  # a narrow terminal folds this column
+    grid.add_column("meta", overflow="fold")
     for commit in commits:
         grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], short(read_meta(commit.meta)))
     console.print(grid)

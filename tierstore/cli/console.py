@@ -21,6 +21,8 @@ def console() -> int:
     Ctrl-C in that moment ends the process at once: an interpreter that ended beside such threads would abort.
     """
     _open_streams()
+    if not os.environ.get("COLUMNS", "1").strip("0"):
+        del os.environ["COLUMNS"]  # of a shell that does not know the width; rich would print nothing
     try:
         from tierstore.cli.main import main
 

@@ -20,7 +20,7 @@ from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import EXIT_INTERRUPTED, GracefulInterrupt
 from tierstore.cli.memory import PeakRss
-from tierstore.cli.messages import say
+from tierstore.cli.messages import results_console, say
 from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
 from tierstore.cli.progress import Display
 from tierstore.cli.ranks import ALONE, Ranks
@@ -222,9 +222,7 @@ class Experiment:
             say(text)
 
     def _print_report(self, report: Report) -> None:
-        from rich.console import Console
-
-        console = Console(highlight=False, markup=False, soft_wrap=True)
+        console = results_console()
         console.print(report.table())
         if report.predicted is not None:
             report.predicted.print(console)

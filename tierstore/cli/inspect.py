@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
 from tierstore.cli.commits import print_commits
+from tierstore.cli.messages import results_console
 from tierstore.cli.storage import (
     add_command,
     describe_commit,
@@ -106,9 +107,7 @@ def _print(
     rows: Mapping[str, int],
     obstacle: str,
 ) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     console.print(f"{directory}: store of engine {identity.engine}, format {identity.format}")
     for device in identity.devices[1:]:
         console.print(f"spread over: {device.path}")

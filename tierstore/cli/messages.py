@@ -6,15 +6,29 @@ import argparse
 import os
 import sys
 import textwrap
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WIDTH = 80
 """Columns of a terminal that does not say its width."""
+_WIDTH_OF_PROGRAMS = 10_000
 
 
 def say(text: str) -> None:
     """Print a message on stderr, see :func:`wrapped`."""
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def results_console() -> Console:
+    """Return the console for a command's results: lines are as wide as the terminal, or as ``COLUMNS`` says,
+    and as wide as they need to be where a program or a file takes them."""
+    from rich.console import Console
+
+    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = None if fits else _WIDTH_OF_PROGRAMS
+    return Console(width=width, highlight=False, markup=False, soft_wrap=True)
 
 
 def wrapped(text: str, stream: TextIO) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli.messages import results_console
 from tierstore.cli.storage import (
     check_target,
     describe_commit,
@@ -99,10 +100,9 @@ def _add_rows(found: dict[str, Any], tables: StoredTables, count: bool) -> None:
 
 def _print(found: Mapping[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     ranks = found["ranks"]
     console.print(f"{found['path']}: tables of {ranks} rank{'s' * (ranks > 1)}, engine {found['engine']}")
     console.print(f"files: {format_bytes(found['file_bytes'])}")
@@ -147,10 +147,9 @@ def commits(args: argparse.Namespace) -> int:
         print_json({"commit": record["number"], "time": made_at, "extra": record["extra"], "stores": lines})
         return 0
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     made = f", made at {made_at[:19]}" if made_at else ""
     console.print(f"{args.directory}: commit of all ranks {record['number']}{made}")
     if record["extra"]:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
+from tierstore.cli.messages import results_console
 from tierstore.cli.storage import EXIT_DAMAGED, add_command, print_json, progress_of
 from tierstore.config import format_bytes
 
@@ -47,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify_ranks(args: argparse.Namespace) -> int:
     """Check the folder of a sharded training."""
-    from rich.console import Console
-
     reports, lost = sharded.verify(args.directory)
     sound = not lost and all(report.ok for report in reports)
     if args.json:
@@ -56,7 +55,7 @@ def _verify_ranks(args: argparse.Namespace) -> int:
         return 0 if sound else EXIT_DAMAGED
     for report in reports:
         _print(report)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     for text in lost:
         console.print(f"LOST: {text}", style="red")
     if not lost:
@@ -65,9 +64,7 @@ def _verify_ranks(args: argparse.Namespace) -> int:
 
 
 def _print(report: VerifyReport) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = results_console()
     commits = ", ".join(map(str, report.commits)) or "none"
     console.print(
         f"{report.path}: engine {report.engine}, {report.files:,} files, {format_bytes(report.bytes)}, "
