@@ -128,3 +128,28 @@ def test_a_model_that_gives_the_keys_of_a_batch_other_names(names: list[str], gi
         module.close()
     for mine, other in zip(*found, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_batch_that_has_the_same_ids_under_two_sets_of_keys(
+    copied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lookups are made ahead with the keys that the model looks up, whichever come first."""
+    tables = [EmbeddingBagConfig(ROWS, 4, f"t_{name}", feature_names=[name]) for name in "ab"]
+    found = []
+    for ahead in (False, True):
+        module = EmbeddingBagCollection(tables, config=small_tiers([4], SPEC), optimizer=SPEC)
+        keyed = [keyed_batch(seed, ["a", "b"]).ours for seed in range(6)]
+        data = [(k, KeyedJaggedTensor(["b", "a"], k.values(), lengths=k.lengths())) for k in keyed]
+        outputs = []
+        for _, given in prefetch(data, module, depth=2, window=3) if ahead else data:
+            if copied:
+                given = KeyedJaggedTensor(["b", "a"], given.values(), lengths=given.lengths())
+            out = module(given).values()
+            scramble(out).backward()
+            outputs.append(out.detach())
+        found.append([*outputs, *module.state_dict().values()])
+        module.close()
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine, other)
+    assert not caplog.records, "looked up on demand"

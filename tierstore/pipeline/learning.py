@@ -201,8 +201,9 @@ def _path_of(module: TieredModule, value: Any, found: list[tuple[Path, Any]]) ->
     for path, leaf in jagged:
         if leaf is value:
             return path
-        if _same(leaf.values(), value.values()):
-            # under other keys the same ids are looked up in other tables
-            return path if list(leaf.keys()) == list(value.keys()) else None
+    same = [(path, leaf) for path, leaf in jagged if _same(leaf.values(), value.values())]
+    if same:
+        # Under other keys the same ids are looked up in other tables.
+        return next((path for path, leaf in same if list(leaf.keys()) == list(value.keys())), None)
     wanted = set(module.feature_names())
     return next((path for path, leaf in jagged if wanted and wanted <= set(leaf.keys())), None)
