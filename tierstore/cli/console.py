@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from typing import TextIO
 
 from tierstore.cli.interrupt import EXIT_INTERRUPTED
 
@@ -21,6 +22,7 @@ def console() -> int:
     Ctrl-C in that moment ends the process at once: an interpreter that ended beside such threads would abort.
     """
     _open_streams()
+    sys.stderr = _lossy(sys.stderr)
     if not os.environ.get("COLUMNS", "1").strip("0"):
         del os.environ["COLUMNS"]  # of a shell that does not know the width; rich would print nothing
     try:
@@ -51,9 +53,6 @@ def _open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
-    messages = io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False))
-    encoding, errors = sys.stderr.encoding, sys.stderr.errors
-    sys.stderr = io.TextIOWrapper(messages, encoding=encoding, errors=errors, line_buffering=True)
 
 
 def _drop_what_nobody_reads() -> None:
@@ -65,9 +64,14 @@ def _drop_what_nobody_reads() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-class _Messages(io.FileIO):
-    """Standard error. What its disk has no room for is lost: a training goes on without its log, and the exit
-    code says what became of the work."""
+def _lossy(stream: TextIO) -> TextIO:
+    """Return a stream for messages to the file of ``stream``, which loses what the file has no room for."""
+    raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+
+
+class _Lossy(io.FileIO):
+    """A training goes on when the disk of its log is full; the exit code says what became of the work."""
 
     def write(self, data):  # type: ignore[no-untyped-def]  # of any object with bytes
         try:
