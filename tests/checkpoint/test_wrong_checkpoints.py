@@ -241,13 +241,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pyte
     training.model.close()
 
 
-def test_not_while_a_prefetch_runs(saved: Path) -> None:
+@pytest.mark.parametrize("used", [3, 20])
+@pytest.mark.parametrize(("depth", "window"), [(2, 4), (0, 0)])
+def test_not_while_a_prefetch_runs(saved: Path, used: int, depth: int, window: int) -> None:
+    """Also where no batch is known ahead, since the lookups of the present one are made."""
     training = Training(saved)
-    batches = tierstore.prefetch(torch.randint(0, 400, (20, 8, 4)), training.model, depth=2, window=4)
-    for _ in range(3):
+    data = torch.randint(0, 400, (20, 8, 4))
+    batches = tierstore.prefetch(data, training.model, depth=depth, window=window)
+    for _ in range(used - 1):
         training.step(next(batches))
+    batch = next(batches)
     with pytest.raises(ConfigError, match="a prefetch is running on these tables; close it first"):
         training.restore(saved / "checkpoints")
+    training.step(batch)
     batches.close()
     found = training.restore(saved / "checkpoints")
     assert found is not None

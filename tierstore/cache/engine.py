@@ -286,13 +286,13 @@ class Engine:
     def go_to(self, commit: int) -> None:
         """Bring the tables back to a commit that the store keeps; later commits and changes are lost.
 
-        Raises ``ConfigError`` while lookups are in flight. If the store does not open any more, the tables
+        Raises ``ConfigError`` while a prefetch runs. If the store does not open any more, the tables
         are closed.
         """
         self.check_open()
         if self._position == commit and all(group.is_empty() for group in self.groups):
             return
-        if any(group.window.lookups for group in self.groups):
+        if any(group.is_prefetched for group in self.groups):
             raise ConfigError("a prefetch is running on these tables; close it first")
         self.close(commit=False)
         self.groups, self._group_of = [], {}

@@ -62,6 +62,8 @@ class Session:
 
     def _begin(self) -> None:
         end_at_exit(self)
+        for group in self.groups:
+            group.is_prefetched = True
         thread = Thread(target=self._work, name="tierstore-prefetch", daemon=True)
         thread.start()
         self._thread = thread
@@ -222,6 +224,8 @@ class Session:
                 for _, ahead in self._coming.popleft().aheads:
                     ends.callback(ahead.release)
             ends.callback(self._worker.abandon)
+            for group in self.groups:
+                group.is_prefetched = False
 
     def end_at_exit(self) -> None:
         if not self._is_closed:
