@@ -210,8 +210,10 @@ def test_commits_and_state_dicts(tmp_path: Path) -> None:
         bags(changed).fused_optimizer.load_state_dict(state)
 
 
-def test_a_table_without_an_optimizer_is_frozen() -> None:
-    module = bags({"a": None, "*": optim.SGD(lr=0.1)})
+@pytest.mark.parametrize("spec", [optim.SGD(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1)])
+def test_a_table_without_an_optimizer_is_frozen(spec: optim.OptimizerSpec) -> None:
+    """Its rows have no state, whatever the other tables' rows have."""
+    module = bags({"a": None, "*": spec})
     before = everything(module)
     train(module)
     after = everything(module)

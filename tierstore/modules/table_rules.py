@@ -39,6 +39,12 @@ class TableRules:
         """Return the numbers of the tables with these names."""
         return [number for number, name in zip(self.numbers, self.names, strict=True) if name in names]
 
+    def trained_numbers(self) -> list[int] | None:
+        """Return the numbers of the tables that have an optimizer; None: all tables have one."""
+        if all(self.trained):
+            return None
+        return [number for number, trained in zip(self.numbers, self.trained, strict=True) if trained]
+
     def without_optimizer(self, frozen: Collection[int]) -> list[str]:
         """Return the tables that have no optimizer and are not among ``frozen``."""
         tables = zip(self.numbers, self.names, self.trained, strict=True)

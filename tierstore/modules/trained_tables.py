@@ -97,7 +97,9 @@ class TrainedTables(RowCalls):
         steps, counting = self.fused_optimizer.next_step()
         self.engine.changed(self.table_numbers)
         count = partial(self.engine.updates.__setitem__, self._key, self.fused_optimizer.num_updates + 1)
-        own = [(step, None if of is None else self.rules.numbers_of(of)) for step, of in steps]
+        # a table without an optimizer may have rows that the step is not for
+        trained = self.rules.trained_numbers()
+        own = [(step, trained if of is None else self.rules.numbers_of(of)) for step, of in steps]
         return own, [counting, count]
 
     def set_updates(self, count: int) -> None:
