@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.bags import ROWS, budget, build, everything, random_batches, train
+from tests.bags import ROWS, SGD, budget, build, everything, random_batches, train
 from tierstore import TierConfig, optim
 from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.errors import ClosedError, ConfigError, InputError, TierFullError
@@ -158,6 +158,33 @@ def test_commit_close_reopen(tmp_path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True))
             for a, b in zip(everything(module), everything(whole), strict=True):
                 assert torch.equal(a, b)
+
+
+def test_the_commit_that_the_tables_are_at_has_its_count_of_updates(tmp_path) -> None:
+    """An update of no row leaves the tables as they were opened, and counts."""
+    config = TierConfig(hbm="64KiB", ssd="1GiB", path=tmp_path)
+    with build(config, optim.Adam(lr=0.1), (5,)) as module:
+        train(module, random_batches(0, 3, 1, 8, 3))
+    module = build(config, optim.Adam(lr=0.1), (5,))
+    (newest,) = [commit.id for commit in module.engine.commits()][-1:]
+    train(module, [[torch.empty(2, 0, dtype=torch.int64)]])
+    assert list(module.engine.updates.values()) == [4]
+    module.engine.go_to(newest)
+    assert list(module.engine.updates.values()) == [3]
+    module.close()
+
+
+def test_a_commit_that_is_not_kept_closes_nothing(tmp_path) -> None:
+    config = TierConfig(hbm="64KiB", ssd="1GiB", path=tmp_path)
+    with build(config, SGD, (5,)) as module:
+        first = module.engine.commit()
+        for _ in range(8):
+            train(module, random_batches(0, 1, 1, 8, 3))
+            module.engine.commit()
+        rows = everything(module)
+        with pytest.raises(InputError, match=f"commit {first} is not kept; kept commits: "):
+            module.engine.go_to(first)
+        assert all(torch.equal(now, before) for now, before in zip(everything(module), rows, strict=True))
 
 
 def test_load_rows_round_trip() -> None:

@@ -254,6 +254,11 @@ def test_not_while_a_prefetch_runs(saved: Path, used: int, depth: int, window: i
     with pytest.raises(ConfigError, match="a prefetch is running on these tables; close it first"):
         training.restore(saved / "checkpoints")
     training.step(batch)
+    inner = tierstore.prefetch(data[:3], training.model)
+    next(inner)
+    inner.close()
+    with pytest.raises(ConfigError, match="a prefetch is running on these tables; close it first"):
+        training.restore(saved / "checkpoints")
     batches.close()
     found = training.restore(saved / "checkpoints")
     assert found is not None

@@ -15,7 +15,7 @@ from tests.in_memory import tmp_path  # noqa: F401  (a fixture: commits take no 
 from tests.modules.module_operations import Operations
 
 STEPS = 20
-FIXED = range(24)
+FIXED = [*range(24), 35, 46]
 MORE = int(os.environ.get("TIERSTORE_ATTACK_SEEDS", "0"))
 
 

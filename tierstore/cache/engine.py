@@ -32,6 +32,7 @@ from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.optim.specs import OptimizerSpec
+from tierstore.store.commits import find_commit
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.protocol import CommitInfo, StoredTable
 
@@ -286,22 +287,22 @@ class Engine:
     def go_to(self, commit: int) -> None:
         """Bring the tables back to a commit that the store keeps; later commits and changes are lost.
 
-        Raises ``ConfigError`` while a prefetch runs. If the store does not open any more, the tables
-        are closed.
+        Raises ``ConfigError`` while a prefetch runs, ``InputError`` for a commit that is not kept. If the
+        store does not open any more, the tables are closed.
         """
         self.check_open()
+        find_commit(self.commits(), commit, self.config.where)
         if self._position == commit and all(group.is_empty() for group in self.groups):
+            self._load_meta()
             return
-        if any(group.is_prefetched for group in self.groups):
+        if any(group.prefetches for group in self.groups):
             raise ConfigError("a prefetch is running on these tables; close it first")
         self.close(commit=False)
         self.groups, self._group_of = [], {}
         self._open(commit)
-        self.uncommitted = 0
-        self.closed = False
-        for known in self._after_moves:
-            if (method := known()) is not None:
-                method()
+        self.uncommitted, self.closed = 0, False
+        for method in filter(None, [known() for known in self._after_moves]):
+            method()
 
     def call_after_moves(self, method: Callable[[], None]) -> None:
         """Call a module's method, of which no reference is kept, after every :meth:`go_to`."""

@@ -69,8 +69,8 @@ class TierGroup:
         self.size: ReadAheadSize | None = None
         """Chooses the bytes of reading ahead, if they are automatic."""
         self.division: UseDivision | None = None
-        self.is_prefetched = False
-        """Whether a prefetch runs: its lookups are of this group, also when none is in the window."""
+        self.prefetches: set[int] = set()
+        """The prefetches that run, which may have lookups of this group also when none is in the window."""
         self._planned = -1
         self._rows_leave = bool(self.stack.lower) or self.fast.plan.evicts
         self._moves = RowMoves(self.fast, self.stack, layout, stats)

@@ -63,7 +63,7 @@ class Session:
     def _begin(self) -> None:
         end_at_exit(self)
         for group in self.groups:
-            group.is_prefetched = True
+            group.prefetches.add(id(self))
         thread = Thread(target=self._work, name="tierstore-prefetch", daemon=True)
         thread.start()
         self._thread = thread
@@ -225,7 +225,7 @@ class Session:
                     ends.callback(ahead.release)
             ends.callback(self._worker.abandon)
             for group in self.groups:
-                group.is_prefetched = False
+                group.prefetches.discard(id(self))
 
     def end_at_exit(self) -> None:
         if not self._is_closed:
