@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,6 +15,11 @@ from tierstore import _core
 
 _NICENESS = 5  # added to the niceness of the thread of a prefetch
 _GRAIN = 1 << 15  # elements that torch gives one thread at least
+_FEW = 4  # processors; where there are more, the system has a free one for each thread
+_PERIOD = 0.5  # seconds
+_WAITED = 0.05  # of a period: the training thread gains about as much, where it need not wait
+_LONGEST_PAUSE = 32.0  # seconds
+_PROCESSOR = 36  # field of /proc/PID/task/TID/stat behind the name in parentheses, see proc_pid_stat(5)
 
 
 def share_processors() -> None:
@@ -48,3 +55,59 @@ def give_way() -> None:
     with suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness + _NICENESS, 19))
+
+
+class Apart:
+    """Keeps threads that work ahead off the processor that the training thread runs on.
+
+    The system shares processors fairly, so threads that have time take some from a training thread that has
+    none, and its caches. Where the training thread waits for them after all, they have all processors for a
+    while. ``training``: the training thread; ``stalled`` returns the seconds that it has waited so far. Only
+    on Linux, and where processors are few.
+    """
+
+    def __init__(self, training: int, stalled: Callable[[], float]) -> None:
+        self._training, self._stalled = training, stalled
+        self._is_apart, self._pause = False, _PERIOD
+        self._known: tuple[Sequence[int], set[int]] | None = None
+        self._since = self._until = self._stalled_before = 0.0
+
+    def look(self, threads: Sequence[int]) -> None:
+        """Let ``threads`` run where the training thread does not run. To be called once per plan."""
+        now = time.monotonic()
+        if sys.platform != "linux" or now < self._until:
+            return
+        seconds = self._choose(now)
+        self._since, self._until, self._stalled_before = now, now + seconds, self._stalled()
+        try:
+            processors = allowed = os.sched_getaffinity(self._training)
+            if not 1 < len(allowed) <= _FEW:
+                return
+            if self._is_apart:
+                processors = allowed - {processor_of(self._training)}
+        except OSError:  # the training thread has ended
+            return
+        if self._known == (threads, processors):
+            return
+        self._known = threads, processors
+        for thread in threads:
+            with suppress(OSError):  # it has ended, or the system forbids it
+                os.sched_setaffinity(thread, processors)
+
+    def _choose(self, now: float) -> float:
+        """Choose whether the threads are apart, and for how many seconds. Pauses grow."""
+        waited = self._stalled() - self._stalled_before
+        if self._is_apart and waited > _WAITED * (now - self._since):
+            self._is_apart, pause = False, self._pause
+            self._pause = min(2 * pause, _LONGEST_PAUSE)
+            return pause
+        if self._is_apart:
+            self._pause = max(self._pause / 2, _PERIOD)
+        self._is_apart = True
+        return _PERIOD
+
+
+def processor_of(thread: int) -> int:
+    """Return the processor on which a thread of this process runs, or has run last. Raises OSError."""
+    with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[_PROCESSOR])

@@ -21,7 +21,7 @@ from tierstore.pipeline.learning import Call, tensors_read
 from tierstore.pipeline.made import Made, Maker, Stopped
 from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
 from tierstore.pipeline.planned import Planned, RecentBatches
-from tierstore.pipeline.processors import give_way, share_processors
+from tierstore.pipeline.processors import Apart, give_way, share_processors
 from tierstore.pipeline.windows import Window
 
 
@@ -47,7 +47,8 @@ class Worker:
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
         self._recent = RecentBatches()
-        self._gives_way = False
+        self._apart: Apart | None = None  # once it gives way
+        self._training = 0  # the system's number of the training thread
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._is_started = False  # whether batches may be planned
@@ -84,6 +85,7 @@ class Worker:
     def start(self, depth: int, first: Planned | None) -> None:
         """Let batches be planned, ``first`` with the batches that the worker has got by now."""
         with self._lock:
+            self._training = threading.get_native_id()
             self._depth, self._is_started = depth, True
             if first is not None:
                 first.limit = self._given
@@ -258,10 +260,22 @@ class Worker:
             pinned.cancel()
 
     def _give_way(self) -> None:
-        """Give way to other threads, once no thread is left to be started here that they wait for."""
-        if not self._gives_way and all(group.stack.threads_started() for group in self.groups):
-            self._gives_way = True
+        """Give way to other threads, once no thread is left to be started here that they wait for, and stay
+        off the training thread's processor."""
+        threads = [threading.get_native_id()]
+        for group in self.groups:
+            if (own := group.stack.threads()) is None:
+                return
+            threads += own
+        if self._apart is None:
             give_way()
+            self._apart = Apart(self._training, self._stalled)
+        if not any(call.module.collective for call in self.calls):  # else other ranks train beside
+            self._apart.look(threads)
+
+    def _stalled(self) -> float:
+        """Return the seconds that forward calls have waited for plans."""
+        return sum(group.stats.counters.stall_seconds for group in self.groups)
 
     def _break(self) -> None:
         """Look later batches up on demand, since a plan that they rely on has failed."""

@@ -171,10 +171,10 @@ class Tier(Protocol):
         return
 
     @property
-    def threads_started(self) -> bool:
-        """Whether the tier starts no thread by itself, or has started all. A thread has the niceness of the
-        thread that starts it."""
-        return True
+    def threads(self) -> Sequence[int] | None:
+        """The system's numbers of the threads that the tier starts by itself; None before it has started all.
+        A thread has the niceness and the processors of the thread that starts it."""
+        return ()
 
     @property
     def policy_seconds(self) -> float:

@@ -140,9 +140,10 @@ class ReadAhead:
         return int(each * held + self._entries * _core.Sweep.BYTES_PER_ENTRY)
 
     @property
-    def threads_started(self) -> bool:
-        """Whether the threads that read run."""
-        return bool(self._threads)
+    def threads(self) -> list[int] | None:
+        """The system's numbers of the threads that read; None while none runs."""
+        threads = list(self._threads)  # at once: they leave by themselves
+        return [thread.native_id for thread in threads if thread.native_id is not None] or None
 
     # -- what happens to rows -------------------------------------------------------------
 

@@ -50,9 +50,12 @@ class TierStack:
         """Return the distinct rows in the window from which on a longer window brings no tier anything."""
         return max(tier.window_rows for tier in self.tiers)
 
-    def threads_started(self) -> bool:
-        """Return whether the tiers have started all threads that they start by themselves."""
-        return all(tier.threads_started for tier in self.tiers)
+    def threads(self) -> list[int] | None:
+        """Return the threads that the tiers start by themselves; None before all are started."""
+        of_tiers = [tier.threads for tier in self.tiers]
+        if any(threads is None for threads in of_tiers):
+            return None
+        return [thread for threads in of_tiers if threads is not None for thread in threads]
 
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that an automatic window of ``rows`` distinct rows may take of the memory for rows

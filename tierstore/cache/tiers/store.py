@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -57,8 +57,8 @@ class StoreTier(LastingTier):
         return 0.0 if self.ahead is None else self.ahead.window_rows
 
     @property
-    def threads_started(self) -> bool:
-        return self.ahead is None or self.ahead.threads_started
+    def threads(self) -> Sequence[int] | None:
+        return () if self.ahead is None else self.ahead.threads
 
     def window_bytes(self, rows: int) -> int:
         return 0 if self.ahead is None else self.ahead.window_bytes(rows)
