@@ -52,23 +52,8 @@ void AddLayout() {
   AddUpdates<kDim, kVec, kPartialRowWiseLamb, kType>();
 }
 
-template <int kType>
-void AddSomeOfType() {
-  AddLayout<3, 1, kType>();
-  AddLayout<8, 1, kType>();
-  AddLayout<8, 4, kType>();
-  AddLayout<20, 1, kType>();
-  AddLayout<20, 4, kType>();
-  AddLayout<32, 1, kType>();
-  AddLayout<32, 4, kType>();
-}
-
-// Few layouts of every type of weights: each takes a second to compile.
-inline void AddSomeLayouts() {
-  AddSomeOfType<kFloat32>();
-  AddSomeOfType<kBfloat16>();
-  AddSomeOfType<kHalf>();
-}
+// Few layouts of every type of weights, of some_layouts.cc: each takes seconds to compile.
+void AddSomeLayouts();
 
 inline void AddKernelsOfAnyLayout() {
   kernels[{"move_rows", -1, -1, -1, -1}] = Of<MoveRowsArgs, &MoveRows>();
