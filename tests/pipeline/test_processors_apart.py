@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -157,9 +158,8 @@ def test_a_prefetch_leaves_a_processor_to_the_training_thread(
             module(batch).sum().backward()
             names = {thread.native_id: thread.name for thread in threading.enumerate()}
             for task in Path("/proc/self/task").iterdir():
-                name = names.get(int(task.name), "native")
-                if task.exists():
-                    seen[name] = os.sched_getaffinity(int(task.name))
+                with suppress(ProcessLookupError):  # a thread may have ended since it was listed
+                    seen[names.get(int(task.name), "native")] = os.sched_getaffinity(int(task.name))
     apart = {name for name, where in seen.items() if len(where) == len(everywhere) - 1}
     assert apart == {"tierstore-prefetch", "tierstore-read-ahead"}
     assert all(where == everywhere for name, where in seen.items() if name not in apart)
