@@ -25,6 +25,7 @@ from tierstore.modules import (
     TieredEmbeddingBag,
     offload,
 )
+from tierstore.modules.accumulation import accumulate
 from tierstore.pipeline.prefetch import prefetch
 
 IDS = torch.tensor([[1, 2], [3, 3]])
@@ -238,3 +239,40 @@ def test_optimizers_applied_to_parameters_in_backward_are_refused(
         with pytest.raises(ConfigError, match=said):
             step(module)
         assert all(same(rows(module), before))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_a_table_that_was_frozen_in_the_forward_pass_stays_as_in_torch(kind: str, compiled: bool) -> None:
+    with make(kind, optimizer=optim.Adagrad(lr=0.5)) as module:
+        view, before = getattr(module, module.views_name)["t1"], rows(module)
+        module.register_gradient_hook(lambda ids, gradients: gradients + 1, "t1")
+        run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+        view.requires_grad_(False)
+        out = run(keyed_batch(0, KEYS).ours)
+        loss = sum(scramble(out[key] if kind == "bags" else out[key].values()) for key in KEYS)
+        view.requires_grad_(True)
+        loss.backward()
+        assert same(rows(module), before) == [False, False, True, True, False, False]
+        step(module)
+        assert not any(same(rows(module), before))
+
+
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_a_pass_that_did_not_train_a_table_adds_nothing_to_its_kept_gradients(kind: str) -> None:
+    options: dict[str, Any] = {"optimizer": optim.Adagrad(lr=0.5), "seed": 3}
+    with make(kind, **options) as module, make(kind, **options) as whole, make(kind, **options) as last:
+        view = getattr(module, module.views_name)["t1"]
+        with accumulate(module):
+            view.requires_grad_(False)
+            step(module, 0)
+            view.requires_grad_(True)
+            step(module, 1)
+        with accumulate(whole):
+            step(whole, 0)
+            step(whole, 1)
+        with accumulate(last):
+            step(last, 1)
+        found, both, one = rows(module), rows(whole), rows(last)
+        assert all(same(found, [*both[:2], *one[2:4], *both[4:]]))
+        assert same(both, one)[2:4] == [False, False]

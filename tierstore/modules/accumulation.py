@@ -119,7 +119,8 @@ class Accumulation(AppliedOptimizer):
     def keep(self, module: Any, lookup: Lookup, gradients: Gradients) -> None:
         """Take the gradients of one backward pass of ``module``. Called by the backward pass."""
         assert isinstance(lookup, FeatureLookup)
-        parts = [replace(part, rows=None) for part in lookup.parts]
+        frozen = module.frozen_tables()  # another pass may train them
+        parts = [replace(part, rows=None, frozen=[*part.frozen, *frozen]) for part in lookup.parts]
         kept = self._kept[module]
         kept.passes.append(Pass(FeatureLookup(parts, (), lookup.features, lookup.counts), _copied(gradients)))
         kept.norm = kept.shown.grad = None

@@ -36,18 +36,21 @@ Native = TypeVar("Native", _core.PooledLookup, _core.RowLookup)
 class LookupAtOnce(ABC, Generic[Native]):
     """A lookup of one part, which a native call has made: it has written to the address of ``out``."""
 
-    __slots__ = ("_group", "_lookup", "_native", "out")
+    __slots__ = ("_group", "_lookup", "_native", "frozen", "out")
 
     _group: TierGroup
     _lookup: FeatureLookup | None
     _native: Native
     out: Tensor | None
     """The output, until autograd has it."""
+    frozen: Sequence[int]
+    """Tables that the forward call does not train."""
 
     def whole(self) -> FeatureLookup:
         """Return the lookup as other code takes it."""
         if self._lookup is None:
             part, features, counts = self._described()
+            part.frozen = self.frozen
             if (found := self._native.rows) is not None:
                 part.rows = ResidentRows(self._group, part.batch, found, self._group.fast.rows)
             shape = () if self.out is None else tuple(self.out.shape)
@@ -143,6 +146,7 @@ def finished(
     """Return the output of a lookup that :func:`trained_at_once` has begun.
 
     ``is_found``: whether its rows were found; ``is_due``: whether it is time to count lookups."""
+    lookup.frozen = module.frozen_beside()
     if is_due:
         lookup.count_soon()
     if is_found:

@@ -151,19 +151,24 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
 
 
 def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int) -> _core.Batch:
-    """Return the ids at these positions, deduplicated together."""
-    tables, ids = [], []
+    """Return the ids at these positions, deduplicated together; none of tables that a pass did not train."""
+    tables, ids, skipped = [], [], []
     for part, where in pieces:
         inverse = part.batch.inverse[where]
         used = inverse >= 0
         found = np.full(len(inverse), padding, np.int64)
         table, found[used] = _split(part.batch.unique[inverse[used]])
+        skips = padding
+        if table in part.frozen:
+            skips = 0
+            found[:] = skips
         tables.append(table)
         ids.append(found)
+        skipped.append(skips)
     return group.batch(
         [
-            IdSegment("", found.ctypes.data, len(found), False, table, MAX_ID + 1, padding)
-            for table, found in zip(tables, ids, strict=True)
+            IdSegment("", found.ctypes.data, len(found), False, table, MAX_ID + 1, skips)
+            for table, found, skips in zip(tables, ids, skipped, strict=True)
         ]
     )
 

@@ -33,13 +33,15 @@ def new_floats(shape: tuple[int, ...], device: str) -> Tensor:
 class Part:
     """The share of one lookup that one group (row layout) serves.
 
-    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
+    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order; ``frozen``:
+    tables whose rows an update of this lookup leaves alone, beside those that are frozen then.
     """
 
     group: TierGroup
     batch: _core.Batch
     spans: list[tuple[int, int]]
     rows: Rows | None = None
+    frozen: Sequence[int] = ()
 
     @property
     def device(self) -> str:

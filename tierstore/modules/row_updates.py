@@ -119,7 +119,8 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
 def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients) -> PreparedUpdate:
     """Return one optimizer step for the rows of every part, which :func:`make_updates` makes. No row changes
     before."""
-    hooks = module.gradient_hooks()
+    frozen = {*module.frozen_tables(), *(table for part in parts for table in part.frozen)}
+    hooks = {table: hook for table, hook in module.gradient_hooks().items() if table not in frozen}
     if hooks:
         module.check_update()
     hooked = hooked_gradients(parts, gradients, hooks) if hooks else [[] for _ in parts]
@@ -127,7 +128,7 @@ def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients
     pinned_rows = [_repin(part) for part in parts]
     for part, pinned in zip(parts, pinned_rows, strict=True):
         part.group.mark_updated(pinned)
-    skipped = [*module.frozen_tables(), *hooks]
+    skipped = [*frozen, *hooks]
 
     def squares_of(index: int) -> NDArray[np.float32]:
         part, pinned = parts[index], pinned_rows[index]

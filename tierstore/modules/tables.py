@@ -345,6 +345,15 @@ class ShownParameter:
         return self._parameters.get(SHOWN) is self._first
 
 
+def all_trained(shown: Sequence[ShownParameter]) -> bool:
+    """Return whether no table is frozen."""
+    for one in shown:  # as leaf_of
+        found = one._parameters.get(SHOWN)
+        if not (one.now if found is None else found).requires_grad:
+            return False
+    return True
+
+
 def leaf_of(shown: Sequence[ShownParameter], anchor: Tensor) -> Tensor | None:
     """Return the tensor that autograd trains in place of rows: the parameter of a trained table, so that
     ``backward(inputs=[*model.parameters()])`` reaches the rows, or ``anchor`` where a wrapper replaced it.

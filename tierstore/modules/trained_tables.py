@@ -15,7 +15,7 @@ from tierstore.modules.parts import Part
 from tierstore.modules.row_calls import RowCalls
 from tierstore.modules.row_shares import TableStep
 from tierstore.modules.row_updates import Keeps
-from tierstore.modules.tables import HasWeight, ShownParameter
+from tierstore.modules.tables import HasWeight, ShownParameter, all_trained
 from tierstore.modules.wrappers import refuse_drivers
 from tierstore.optim import OptimizerSpec
 from tierstore.optim.specs import NotGiven
@@ -71,6 +71,11 @@ class TrainedTables(RowCalls):
             return [] if self._requires_grad and self.has_optimizer else self.table_numbers
         shown = zip(self.table_numbers, self._shown, strict=True)
         return [table for table, parameter in shown if not parameter.now.requires_grad]
+
+    def frozen_beside(self) -> Sequence[int]:
+        """Return the tables that a forward call now does not train, beside others that it does: torch's
+        graphs do not have these, also if they are trained again before the backward pass."""
+        return () if all_trained(self._shown) else self.frozen_tables()
 
     @property
     def frozen(self) -> bool:
