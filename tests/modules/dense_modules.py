@@ -60,7 +60,8 @@ class DenseModule:
         used = {table.name: self._used(batch, table) for table in self.shape.tables}
         if trains:
             flat.requires_grad_()
-            flat.register_post_accumulate_grad_hook(lambda leaf: self._step(leaf, used))
+            frozen = set(self.frozen)
+            flat.register_post_accumulate_grad_hook(lambda leaf: self._step(leaf, used, frozen))
         sizes = [weight.numel() for weight in self.weights.values()]
         cut = dict(zip(self.weights, flat.split(sizes), strict=True))
         tables = {name: cut[name].view(weight.shape) for name, weight in self.weights.items()}
@@ -109,7 +110,8 @@ class DenseModule:
 
     # -- updates ---------------------------------------------------------------------------------
 
-    def _step(self, leaf: Tensor, used: dict[str, set[int]]) -> None:
+    def _step(self, leaf: Tensor, used: dict[str, set[int]], frozen: set[str]) -> None:
+        """Update once, or keep the gradients. ``frozen``: tables that were frozen in the forward pass."""
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         sizes = [weight.numel() for weight in self.weights.values()]
@@ -117,6 +119,9 @@ class DenseModule:
             name: own.view(weight.shape)
             for (name, weight), own in zip(self.weights.items(), grad.split(sizes), strict=True)
         }
+        for name in frozen | self.frozen:  # as in torch, also if they are trained again by an update
+            used = used | {name: set()}
+            grads[name] = torch.zeros_like(grads[name])
         if self.kept is not None:
             self.kept.append((used, grads))
         else:

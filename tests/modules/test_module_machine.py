@@ -14,7 +14,7 @@ from tests.in_memory import tmp_path  # noqa: F401  (a fixture: commits take no 
 from tests.modules.module_operations import Operations
 
 STEPS = 20
-FIXED = [*range(24), 35, 46]  # the last two find faults that the others do not
+FIXED = [*range(24), 35, 46, 1183]  # the last three find faults that the others do not
 MORE = range(*map(int, os.environ.get("TIERSTORE_ATTACK_SEEDS", "0:0").split(":")))
 
 
