@@ -44,7 +44,7 @@ class LookupAtOnce(ABC, Generic[Native]):
     out: Tensor | None
     """The output, until autograd has it."""
     frozen: Sequence[int]
-    """Tables that the forward call does not train."""
+    """The tables that were frozen in the forward pass."""
 
     def whole(self) -> FeatureLookup:
         """Return the lookup as other code takes it."""

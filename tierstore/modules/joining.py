@@ -160,8 +160,7 @@ def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int)
         table, found[used] = _split(part.batch.unique[inverse[used]])
         skips = padding
         if table in part.frozen:
-            skips = 0
-            found[:] = skips
+            found[:] = skips = 0  # a padding that all these ids have; there may be no other
         tables.append(table)
         ids.append(found)
         skipped.append(skips)

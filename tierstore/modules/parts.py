@@ -33,8 +33,8 @@ def new_floats(shape: tuple[int, ...], device: str) -> Tensor:
 class Part:
     """The share of one lookup that one group (row layout) serves.
 
-    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order; ``frozen``:
-    tables whose rows an update of this lookup leaves alone, beside those that are frozen then.
+    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order. ``frozen``: the
+    tables that were frozen in the forward pass; an update leaves their rows alone.
     """
 
     group: TierGroup

@@ -73,8 +73,8 @@ class TrainedTables(RowCalls):
         return [table for table, parameter in shown if not parameter.now.requires_grad]
 
     def frozen_beside(self) -> Sequence[int]:
-        """Return the tables that a forward call now does not train, beside others that it does: torch's
-        graphs do not have these, also if they are trained again before the backward pass."""
+        """Return the tables that are frozen in a forward call now. In torch a graph does not have such
+        tables, also if they are unfrozen before the backward pass."""
         return () if all_trained(self._shown) else self.frozen_tables()
 
     @property

@@ -17,7 +17,7 @@ _NICENESS = 5  # added to the niceness of the thread of a prefetch
 _GRAIN = 1 << 15  # elements that torch gives one thread at least
 _FEW = 4  # processors; where there are more, the system has a free one for each thread
 _PERIOD = 0.5  # seconds
-_WAITED = 0.05  # of a period: the training thread gains about as much, where it need not wait
+_WAITED = 0.05  # of a period; the training thread gains about as much while it need not wait
 _LONGEST_PAUSE = 32.0  # seconds
 _PROCESSOR = 36  # field of /proc/PID/task/TID/stat behind the name in parentheses, see proc_pid_stat(5)
 
