@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.modules.module_oracles import all_rows, small_tiers
-from tierstore import TierConfig, optim
+from tierstore import TierConfig, accumulate, optim
 from tierstore.errors import ClosedError, ConfigError, GradientError, InputError
 from tierstore.modules import (
     EmbeddingBagCollection,
@@ -268,6 +269,40 @@ def test_an_update_after_close_is_refused_instead_of_lost() -> None:
         module.close()
         with pytest.raises(ClosedError, match="the tables are closed"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("passes", ["plain", "accumulated"])
+def test_an_update_after_going_back_to_a_commit_is_refused_and_not_counted(
+    passes: str, tmp_path: Path
+) -> None:
+    config = TierConfig(hbm="64KiB", ssd="64MiB", path=tmp_path)
+    with TieredEmbeddingBag(ROWS, 4, mode="sum", config=config, optimizer=optim.Adam(lr=0.1)) as module:
+        first, before = module.commit(), all_rows(module, ROWS)
+
+        def lookup() -> torch.Tensor:
+            return module(ints(3, 4).view(1, 2)).sum()
+
+        def go_back() -> None:
+            module.engine.go_to(first)
+            module.take_updates()
+
+        def plain() -> None:
+            loss = lookup()
+            go_back()
+            loss.backward()
+
+        def accumulated() -> None:
+            with accumulate(module):
+                lookup().backward()
+                go_back()
+
+        lookup().backward()
+        with pytest.raises(ClosedError, match="make that call again"):
+            {"plain": plain, "accumulated": accumulated}[passes]()
+        assert module.fused_optimizer.num_updates == module.engine.uncommitted == 0
+        assert torch.equal(all_rows(module, ROWS), before)
+        lookup().backward()
+        assert module.fused_optimizer.num_updates == module.engine.uncommitted == 1
 
 
 def test_gradients_that_are_not_finite() -> None:

@@ -324,10 +324,14 @@ class TierGroup:
         return self._moves.nbytes + sum(tier.stats().buffer_bytes for tier in self.stack.tiers)
 
     def check_open(self) -> None:
-        """Raise ``ClosedError`` after :meth:`close`, and in a forked child."""
+        """Raise ``ClosedError`` after :meth:`close`, which :meth:`Engine.go_to` calls too, and in a forked
+        child."""
         if os.getpid() != self._open_in:
             self.check_process()
-            raise ClosedError("the tables are closed; build the module again to use them")
+            raise ClosedError(
+                "the tables are closed; build the module again to use them. If they went back to a commit "
+                "since the forward call, make that call again"
+            )
 
     def close(self) -> None:
         """Refuse further calls, and end the threads of the tiers."""

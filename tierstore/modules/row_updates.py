@@ -119,6 +119,8 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
 def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients) -> PreparedUpdate:
     """Return one optimizer step for the rows of every part, which :func:`make_updates` makes. No row changes
     before."""
+    for part in parts:
+        part.group.check_open()  # before the update is counted
     frozen = {*module.frozen_tables(), *(table for part in parts for table in part.frozen)}
     hooks = {table: hook for table, hook in module.gradient_hooks().items() if table not in frozen}
     if hooks:
