@@ -176,3 +176,32 @@ def test_training_has_the_bits_of_the_plain_model(name: str) -> None:
 def test_copies_are_refused(wrap: Callable[[nn.Module], Any]) -> None:
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         wrap(Model())
+
+
+TRANSFORMED: dict[str, Callable[[Model, Tensor], object]] = {
+    "grad": lambda model, ids: torch.func.grad(lambda factor: model(ids) * factor)(torch.ones(())),
+    "vjp": lambda model, ids: torch.func.vjp(lambda factor: model(ids) * factor, torch.ones(())),
+    "jvp": lambda model, ids: torch.func.jvp(
+        lambda factor: model(ids) * factor, (torch.ones(()),), (torch.ones(()),)
+    ),
+    "vmap": lambda model, ids: torch.func.vmap(model.row)(ids),
+    "vmap, reading": lambda model, ids: torch.func.vmap(model.eval().bag)(ids.view(-1, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_lookups_inside_of_transforms_of_functions_are_refused(name: str) -> None:
+    model, (ids, *_) = Model(), batches()
+    before = model.bag.rows(range(ROWS))
+    with pytest.raises(tierstore.ConfigError, match=r"inside of a transform of torch\.func"):
+        TRANSFORMED[name](model, ids)
+    assert torch.equal(model.bag.rows(range(ROWS)), before)
+
+
+def test_outputs_of_lookups_may_be_transformed() -> None:
+    model, (ids, *_) = Model(), batches()
+    pooled, weight = model.bag(ids), model.top.weight.detach()
+    own = torch.func.vmap(torch.func.grad(lambda w, row: (w @ row).square().sum()), (None, 0))(weight, pooled)
+    torch.testing.assert_close(own, 2 * (pooled @ weight.T).unsqueeze(1) * pooled.unsqueeze(1))
+    own.sum().backward()
+    assert model.bag.fused_optimizer.num_updates == 1

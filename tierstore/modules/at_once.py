@@ -129,10 +129,12 @@ def trained_at_once(module: TieredModule, group: TierGroup) -> tuple[_core.Resid
     what autograd trains in place of the rows.
 
     None where a lookup takes more than one native call: where rows leave the tier, or are elsewhere than in
-    this machine's memory, where the forward call trains nothing, where lookups are made ahead, and where a
-    process of several has to be checked."""
+    this machine's memory, where the forward call trains nothing or is transformed, where lookups are made
+    ahead, and where a process of several has to be checked."""
     resident = group.resident
     if resident is None or (forward := resident.forward) is None or group.stats.before:
+        return None
+    if _are_functorch_transforms_active():
         return None
     if (anchor := module.anchor_at_once()) is None:
         return None
@@ -150,9 +152,7 @@ def finished(
     if is_due:
         lookup.count_soon()
     if is_found:
-        apply = AtOnceFunction.apply if _are_functorch_transforms_active() else AtOnceFunction.plain_apply
-        found: Tensor = apply(anchor, module, lookup)
-        return found
+        return AtOnceFunction.apply(anchor, module, lookup)
     whole = lookup.whole()
     lookup.out = None  # the tier may need the memory for the rows
     if isinstance(lookup, PooledAtOnce):

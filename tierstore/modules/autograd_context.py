@@ -3,8 +3,8 @@ backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NoReturn, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,21 +23,12 @@ NOT_TWICE = (
 
 
 class LookupFunction(torch.autograd.Function):
-    """An autograd function that is called as often as lookups are."""
-
-    plain_apply: ClassVar[Callable[..., Tensor]]
-    """Calls the function without what torch prepares for transforms of functions."""
+    """An autograd function that is called as often as lookups are: ``apply`` leaves out what torch prepares
+    for transforms of functions, in which rows are not looked up."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.plain_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
-
-    @classmethod
-    def apply(cls, *args):  # type: ignore[no-untyped-def]
-        """Call the function; by ``plain_apply`` where there are no transforms of functions."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return cls.plain_apply(*args)
+        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[method-assign, misc]
 
 
 def derived_once(grad: Tensor | None, of: Sequence[Tensor]) -> Tensor | None:

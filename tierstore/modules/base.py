@@ -154,7 +154,15 @@ class TieredModule(TrainedTables, nn.Module):
         return True
 
     def find_lookup(self, *args: object, **kwargs: object) -> Lookup:
-        """Return the lookup of a forward call, made ahead or now; raises the error that it met ahead."""
+        """Return the lookup of a forward call, made ahead or now; raises the error that it met ahead.
+
+        Raises ConfigError inside of a transform of ``torch.func``."""
+        if torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                f"a {type(self).__name__} looks no rows up inside of a transform of torch.func (grad, vjp, "
+                "jvp, vmap), since its backward pass updates rows; call it before, and give its output to "
+                "the function that is transformed"
+            )
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:
