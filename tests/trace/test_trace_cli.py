@@ -72,7 +72,7 @@ def test_a_failed_recording_leaves_the_file_as_it_was(tmp_path, capsys):
     before = path.read_bytes()
     log.write_text("a\n1\n-1\n")
     assert main(["trace", "record", str(log), "--out", str(path)]) == 2
-    assert "ids must not be negative" in capsys.readouterr().err
+    assert "id -1 of table 'a'; ids must not be negative" in capsys.readouterr().err
     assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == [log, path]
 

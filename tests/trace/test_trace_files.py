@@ -279,7 +279,7 @@ def test_an_integer_too_long_for_python(tmp_path):
         ({"a": np.arange(3), "b": np.arange(4)}, "equally long"),
         ({"a": np.arange(3.0)}, "must be integers"),
         ({"a": np.array([2**63], np.uint64)}, "does not fit int64"),
-        ({"a": np.array([-1])}, "must not be negative"),
+        ({"a": np.array([-1])}, "id -1 of table 'a'; ids must not be negative"),
         ({"a": np.empty(0, np.int64)}, "is empty"),
     ],
 )

@@ -48,7 +48,7 @@ class Trace:
         """
         chosen = range(len(self.tables)) if tables is None else tables
         for segments in self.batches():
-            parts = [_keys(self.name, table, ids) for table, ids in segments if table in chosen]
+            parts = [self._keys(table, ids) for table, ids in segments if table in chosen]
             yield np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
     def id_batches(self) -> Iterator[list[np.ndarray]]:
@@ -57,19 +57,21 @@ class Trace:
         for segments in self.batches():
             found = [np.empty(0, np.int64) for _ in self.tables]
             for table, ids in segments:
-                keys = _keys(self.name, table, ids) & np.uint64(MAX_ID)
+                keys = self._keys(table, ids) & np.uint64(MAX_ID)
                 found[table] = np.concatenate([found[table], keys.astype(np.int64)])
             yield found
 
-
-def _keys(name: str, table: int, ids: np.ndarray) -> np.ndarray:
-    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
-        raise InputError(f"{name}: id {ids.min()} in table {table}; ids must not be negative")
-    ids = ids.astype(np.uint64)
-    wide = ids > np.uint64(MAX_ID)
-    if wide.any():
-        ids[wide] = _folded(ids[wide])
-    return ids | np.uint64(table << ID_BITS)
+    def _keys(self, table: int, ids: np.ndarray) -> np.ndarray:
+        if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
+            raise InputError(
+                f"{self.name}: id {ids.min()} of table {self.tables[table]!r}; ids must not be negative, so "
+                "take hashes modulo 2^63"
+            )
+        ids = ids.astype(np.uint64)
+        wide = ids > np.uint64(MAX_ID)
+        if wide.any():
+            ids[wide] = _folded(ids[wide])
+        return ids | np.uint64(table << ID_BITS)
 
 
 @njit(cache=True)
