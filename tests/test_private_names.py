@@ -18,7 +18,8 @@ PART_OF = {"bench.research": "bench"}
 # What torch, NumPy, numba, lmdb or Python keep private, and nothing public tells.
 _OTHERS = """
 _C _Database _are_functorch_transforms_active _asdict _cache _current_autograd_node _disable_dynamo _exit
-_execution_engine _get_active_ddp_module _get_backend _getframe _init_from_local_shards_and_global_metadata
+_cdata _execution_engine _get_active_ddp_module _get_backend _getframe
+_init_from_local_shards_and_global_metadata
 _is_owned _mmap _modules _parameters _register_effectful_op _scale _sleep _timeout _version
 _will_engine_execute_node
 """

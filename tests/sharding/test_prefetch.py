@@ -148,6 +148,22 @@ def left_early(env: ShardingEnv, data: list[KeyedJaggedTensor]) -> None:
     dmp.close()
 
 
+def empty_on_one_rank() -> None:
+    """Rank 1 has no examples: its batches have no memory, and are not taken for one another."""
+    env = ShardingEnv.from_process_group()
+    data = [batch.of([env.rank]) for batch in cases.batches(2, 13)[1::2]]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    if env.rank:
+        data = [KeyedJaggedTensor(batch.keys(), nothing.clone(), lengths=nothing.clone()) for batch in data]
+    *data, other = data
+    dmp = model(env)
+    for features in tierstore.prefetch(data, dmp, depth=1, window=1):
+        with torch.no_grad():
+            dmp(other)
+        dmp(features)[0].backward()
+    dmp.close()
+
+
 def pipeline(env: ShardingEnv, data: list[KeyedJaggedTensor], expected: dict[str, torch.Tensor]) -> None:
     dmp = model(env)
     steps = tierstore.PrefetchPipeline(dmp, None, depth=1, window=2)
@@ -208,3 +224,7 @@ def test_prefetch_changes_nothing() -> None:
 
 def test_batches_end_earlier_on_one_rank() -> None:
     run(2, other_ends)
+
+
+def test_a_rank_without_examples_finds_the_lookups_that_the_others_find() -> None:
+    run(2, empty_on_one_rank)

@@ -27,11 +27,17 @@ def _identity(tensors: Sequence[Tensor]) -> Identity | None:
     """Return which memory ``tensors`` occupy, and how often torch has changed it; None if torch does not
     count.
 
-    The tensors must be kept alive meanwhile, so that their memory is not used for other tensors.
+    The tensors must be kept alive meanwhile, so that their memory is not used for other tensors. Tensors
+    without elements have no memory, and are known by their storage: a rank with an empty batch must find the
+    same one of its lookups as the other ranks do.
     """
     if any(tensor.is_inference() for tensor in tensors):
         return None
-    return tuple((t.data_ptr(), tuple(t.shape), tuple(t.stride()), t._version) for t in tensors)
+    return tuple((_memory(t), tuple(t.shape), tuple(t.stride()), t._version) for t in tensors)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.numel() else tensor.untyped_storage()._cdata
 
 
 class Ahead:
