@@ -24,6 +24,7 @@ from tierstore.sharding import (
     construct_plan,
     grid_shard,
     row_wise,
+    shard,
     sharded_state_dict,
     table_wise,
 )
@@ -65,9 +66,9 @@ def save(folder: str) -> None:
     for name, view in views.items():
         expected = whole[name]
         assert view.metadata().size == expected.shape
-        for shard in view.local_shards():
-            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            assert torch.equal(shard.tensor, expected[row : row + rows, column : column + columns])
+        for piece in view.local_shards():
+            (row, column), (rows, columns) = piece.metadata.shard_offsets, piece.metadata.shard_sizes
+            assert torch.equal(piece.tensor, expected[row : row + rows, column : column + columns])
     assert sum(len(view.local_shards()) for view in views.values()) == 2 + dist.get_rank()
     dcp.save({"model": state}, checkpoint_id=folder)
     if dist.get_rank() == 0:
@@ -183,3 +184,29 @@ def test_optimizer_states_are_saved_and_cut_anew(optimizer: optim.OptimizerSpec,
 
 def test_another_cut_is_refused_and_large_tables_are_left_out() -> None:
     run(2, wrong_cut_and_size)
+
+
+def loaded_decayed() -> None:
+    """Weights that are loaded were not there in the updates before, which decay all rows that they missed."""
+    spec = optim.SGD(lr=0.1, weight_decay=0.5, weight_decay_mode="decoupled_global")
+    cuts = {"t0": row_wise(), "t1": column_wise([1, 0]), "t2": table_wise(1), "t3": grid_shard([0])}
+    models = []
+    for _ in range(2):
+        whole = tierstore.EmbeddingBagCollection(cases.tables(), config=cases.MEMORY, optimizer=spec)
+        models.append(shard(whole, construct_plan(whole, cuts, 2)))
+    first, second, third = (batch.of([dist.get_rank()]) for batch in cases.batches(2, 3))
+    for model in models:
+        for batch in (first, second):
+            model(batch).values().sum().backward()
+    parts, state = sharded_state_dict(models[0]), models[0].state_dict()
+    models[0].load_state_dict(parts)
+    models[1].load_state_dict(state)
+    for model in models:
+        model(third).values().sum().backward()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+    for model in models:
+        model.close()
+
+
+def test_loaded_shards_are_not_decayed_for_earlier_updates() -> None:
+    run(2, loaded_decayed)

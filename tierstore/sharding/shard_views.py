@@ -183,7 +183,8 @@ class ShardedValues:
     def _write(self, local: LocalShard, first: int, last: int, values: NDArray[np.float32]) -> None:
         engine, ids = self.shards.engine, np.arange(first, last)
         if self.state is None:
-            engine.write_rows(local.local, ids, values, None)
+            of_now = self.shards.state_as_of_now(self.table, local, ids)
+            engine.write_rows(local.local, ids, values, of_now)
             return
         _, state = engine.read_rows(local.local, ids)
         state[:, self._columns(local)] = values

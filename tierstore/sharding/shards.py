@@ -123,9 +123,18 @@ class RankShards:
             part = None
             if state is not None:
                 part = spec.cut_state(state[at], config.embedding_dim, shard.columns)
-            elif spec.decays_all:
-                part = self.engine.state_as_of(shard.local, ids[at], self.fused_optimizer.num_updates)
+            else:
+                part = self.state_as_of_now(config.name, shard, ids[at])
             self.engine.write_rows(shard.local, ids[at], weight[at, shard.columns], part)
+
+    def state_as_of_now(
+        self, table: str, shard: LocalShard, ids: NDArray[np.int64]
+    ) -> NDArray[np.float32] | None:
+        """Return the state of rows of a shard whose weights are overwritten now, so that no earlier update
+        decays them; None where the state stays."""
+        if not self.fused_optimizer.spec_of(table).decays_all:
+            return None
+        return self.engine.state_as_of(shard.local, ids, self.fused_optimizer.num_updates)
 
     def touched_ids(self, table: str) -> Iterator[NDArray[np.int64]]:
         """Yield ids of a table that some tier of this rank holds a row of, (n,) each."""
