@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.modules.dense_modules import DenseModule, Snapshot
-from tests.modules.machine_shapes import Batch, batch_of, shape_of
+from tests.modules.machine_shapes import batch_of, shape_of
 from tests.modules.module_sides import Call, calls_of, module_of, outputs_of, tiers_of, weights_of
 from tierstore import TierConfig
 
@@ -51,19 +51,22 @@ class Machine:
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder
         self.log: list[str] = []
-        random = Random(seed)
-        self.shape = shape_of(random)
-        self.config = tiers_of(random, self.shape, folder / "rows")
-        self.note(f"seed {seed}: {self.shape}")
-        self.note(f"{self.config}")
-        self.subject = module_of(self.shape, self.config)
-        self.twin = module_of(self.shape, TierConfig(hbm="all", bounds_check=self.shape.bounds))
+        self.open(Random(seed))
         found = self.rows_of(self.twin)
         weights = {name: weight.float() for name, (weight, _) in found.items()}
         self.dense = DenseModule(self.shape, weights, {name: state for name, (_, state) in found.items()})
-        self.batches: list[Batch] = []
+        self.batches: list[Any] = []
         self.pending: list[list[Loss]] = []
         """Losses whose backward pass comes later."""
+
+    def open(self, random: Random) -> None:
+        """Make the two tiered sides."""
+        self.shape = shape_of(random)
+        self.config = tiers_of(random, self.shape, self.folder / "rows")
+        self.note(f"seed {self.seed}: {self.shape}")
+        self.note(f"{self.config}")
+        self.subject = module_of(self.shape, self.config)
+        self.twin = module_of(self.shape, TierConfig(hbm="all", bounds_check=self.shape.bounds))
 
     def note(self, text: str) -> None:
         self.log.append(text)
@@ -113,15 +116,19 @@ class Machine:
 
     # -- forward and backward --------------------------------------------------------------------
 
-    def batch(self, random: Random) -> Batch:
+    def batch(self, random: Random) -> Any:
         """A new batch, or one of those before."""
         if self.batches and random.random() < 0.25:
             return random.choice(self.batches[-6:])
         outside = self.shape.bounds != "fatal" and random.random() < 0.3
-        self.batches.append(batch_of(random, self.shape, outside))
+        self.batches.append(self.new_batch(random, outside))
         return self.batches[-1]
 
-    def forward(self, random: Random, batch: Batch, style: str) -> list[Loss]:
+    def new_batch(self, random: Random, outside: bool) -> Any:
+        """A new batch; ``outside``: one of its ids is out of range."""
+        return batch_of(random, self.shape, outside)
+
+    def forward(self, random: Random, batch: Any, style: str) -> list[Loss]:
         """Look up on all sides, and compare."""
         calls = calls_of(random, batch, self.shape, style)
         self.note(f"      {style} {batch}")
@@ -139,7 +146,7 @@ class Machine:
             assert a.requires_grad == b.requires_grad == c.requires_grad, f"gradient of {name}"
         generator = torch.Generator().manual_seed(random.randrange(1 << 30))
         factors = [torch.randn(out.shape, generator=generator) for out in mine]
-        return Loss([_scrambled(outputs, factors) for outputs in (mine, other, dense)], own, call)
+        return Loss([scrambled(outputs, factors) for outputs in (mine, other, dense)], own, call)
 
     def backward(self, losses: list[Loss], times: int = 1, together: bool = True) -> None:
         """Pass back on all sides, and compare the gradients of weights."""
@@ -155,13 +162,18 @@ class Machine:
                 assert (ours.grad is None) == (loss.own.grad is None), "gradient of the weights"
                 if ours.grad is not None and theirs.grad is not None and loss.own.grad is not None:
                     self.equal(ours.grad, theirs.grad, "gradient of the weights")
-                    self.close(ours.grad.reshape(-1), loss.own.grad, "gradient of the weights")
+                    own = self.own_gradient(loss.call, loss.own.grad)
+                    self.close(ours.grad.reshape(-1), own, "gradient of the weights")
         for loss in losses:
             for given in (loss.call.subject, loss.call.twin):
                 if (weights := weights_of(given)) is not None:
                     weights.grad = None
 
-    def train_on(self, random: Random, batch: Batch, style: str) -> None:
+    def own_gradient(self, call: Call, gradient: Tensor) -> Tensor:
+        """Return what the gradient of a call's weights must be, by the dense side's."""
+        return gradient
+
+    def train_on(self, random: Random, batch: Any, style: str) -> None:
         losses = self.forward(random, batch, style)
         times, together = random.choice([1, 1, 1, 2]), random.random() < 0.6
         end = random.choice(["backward"] * 7 + ["drop", "later"])
@@ -172,6 +184,7 @@ class Machine:
             self.pending.append(losses)
 
 
-def _scrambled(outputs: list[Tensor], factors: list[Tensor]) -> Tensor:
+def scrambled(outputs: list[Tensor], factors: list[Tensor]) -> Tensor:
+    """A loss that gives every float another gradient."""
     pairs = zip(outputs, factors, strict=True)
     return torch.stack([(out.float().sin() * factor).sum() for out, factor in pairs]).sum()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from torch import Tensor
 
 import tierstore
 from tests.modules.machine_shapes import batch_of, given_of
-from tests.modules.module_machine import Kept, Machine
+from tests.modules.module_loops import Left, Loops
+from tests.modules.module_machine import Kept
 from tests.modules.module_sides import (
     STYLES,
-    arguments_of,
-    call_of,
-    item_of,
     module_of,
     outputs_of,
     tiers_of,
@@ -31,11 +29,7 @@ from tierstore import checkpoint
 from tierstore.errors import ConfigError, GradientError, InputError
 
 
-class Left(Exception):
-    """Raised inside of a loop, a block or a hook."""
-
-
-class Operations(Machine):
+class Operations(Loops):
     """``skipped``: steps that are left out."""
 
     def __init__(self, seed: int, folder: Path, skipped: frozenset[int] = frozenset()) -> None:
@@ -44,18 +38,19 @@ class Operations(Machine):
         random = Random(seed)
         self.by_checkpoint = random.random() < 0.4
         self.commits: dict[int, Kept] = {}
-        self.loops: list[Any] = []
-        """Passes of prefetch that were left without their end."""
-        self.looping = 0
         self.handles: list[Any] = []
         self.step = 0
 
-    def run(self, steps: int) -> None:
-        for self.step in range(steps):
+    def run(self, steps: int, first: int = 0) -> None:
+        for self.step in range(first, first + steps):
             if self.step not in self.skipped:
                 self.operate(Random(self.seed * 10_007 + self.step + 1))
         self.check()
+        self.hand_over()
         self.end()
+
+    def hand_over(self) -> None:
+        """Do what the next machine of this seed needs."""
 
     def end(self) -> None:
         self.pending.clear()
@@ -65,14 +60,23 @@ class Operations(Machine):
 
     def operate(self, random: Random, inner: bool = False) -> None:
         """Do one operation; ``inner``: inside of a loop over prefetched batches."""
-        names = list(OPERATIONS)
-        weights = [0 if inner and name in ("loop", "reopen") else OPERATIONS[name] for name in names]
+        chances = self.chances
+        names = list(chances)
+        weights = [0 if inner and name in self.outer else chances[name] for name in names]
         name = random.choices(names, weights)[0]
         self.note(f"{self.step}: {'  ' * inner}{name}")
         getattr(self, f"_{name}")(random)
         self.check_dense()
         if random.random() < 0.4:
             self.check()
+
+    outer: ClassVar[tuple[str, ...]] = ("loop", "reopen")
+    """Operations that are not drawn inside of loops."""
+
+    @property
+    def chances(self) -> dict[str, float]:
+        """How often each operation is drawn."""
+        return OPERATIONS
 
     # -- lookups ---------------------------------------------------------------------------------
 
@@ -121,8 +125,7 @@ class Operations(Machine):
         self.dense.update_by_kept()
 
     def _freeze(self, random: Random) -> None:
-        tables = [name for name, spec in self.shape.specs.items() if spec is not None]
-        frozen = random.choice([tables, random.sample(tables, random.randint(1, len(tables)))])
+        frozen = self.to_freeze(random)
         self._require(frozen, False)
         self.dense.frozen = set(frozen)
         self.note(f"      {frozen}")
@@ -130,6 +133,21 @@ class Operations(Machine):
             self.train_on(random, self.batch(random), random.choice(STYLES))
         self._require(frozen, True)
         self.dense.frozen = set()
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, spec in self.shape.specs.items() if spec is not None]
+
+    @property
+    def hookable(self) -> list[str]:
+        """The tables that may have gradient hooks."""
+        return self.trained
+
+    def to_freeze(self, random: Random) -> list[str]:
+        """The tables that are frozen together."""
+        return random.choice(
+            [self.trained, random.sample(self.trained, random.randint(1, len(self.trained)))]
+        )
 
     def _require(self, tables: list[str], value: bool) -> None:
         for module in self.sides:
@@ -170,7 +188,9 @@ class Operations(Machine):
         if self.handles:
             self.remove_hooks()
             return
-        table = random.choice([name for name, spec in self.shape.specs.items() if spec is not None])
+        if not (tables := self.hookable):
+            return
+        table = random.choice(tables)
         factor = random.choice([0.5, -1.0])
 
         def hook(ids: Tensor, gradients: Tensor) -> Tensor:
@@ -192,7 +212,7 @@ class Operations(Machine):
         def hook(ids: Tensor, gradients: Tensor) -> None:
             raise Left
 
-        table = random.choice([name for name, spec in self.shape.specs.items() if spec is not None])
+        table = random.choice(self.trained)
         handle = self.subject.register_gradient_hook(hook, table if self.shape.keyed else None)
         self.remove_hooks()
         loss = self.forward(random, self.batch(random), "plain")[0]
@@ -331,53 +351,8 @@ class Operations(Machine):
         self.remove_hooks()
         self.set_rates(self.dense.lr)
 
-    # -- prefetch --------------------------------------------------------------------------------
 
-    def _loop(self, random: Random) -> None:
-        batches = [self.batch(random) for _ in range(random.randint(1, 9))]
-        data = [item_of(call_of(batch, self.shape).subject) for batch in batches]
-        style, same = random.choice(STYLES), random.random() < 0.7
-        options: dict[str, Any] = {"depth": random.choice([0, 1, 2, 3, "auto"])}
-        options |= {"window": random.choice([0, 2, 5, "auto"])}
-        if random.random() < 0.3:
-            options["inputs"] = {self.subject: arguments_of}
-        stop, after = random.choice(["end", "end", "break", "error", "open"]), random.randint(1, len(data))
-        self.note(f"      {len(data)} {style if same else 'any'} {options} {stop} after {after}")
-        if stop != "open":
-            self.end_loops()
-        prefetched = tierstore.prefetch(data, self.subject, **options)
-        self.looping += 1
-        try:
-            for number, item in enumerate(prefetched, start=1):
-                assert item is data[number - 1]
-                self._body(random, batches[number - 1], style if same else random.choice(STYLES))
-                if stop == "error" and number == after:
-                    raise Left
-                if stop in ("break", "open") and number == after:
-                    break
-        except Left:
-            pass
-        self.looping -= 1
-        if stop == "open":
-            self.loops.append(prefetched)
-        else:
-            prefetched.close()
-
-    def _body(self, random: Random, batch: Any, style: str) -> None:
-        for _ in range(random.choice([0, 0, 1, 2])):
-            self.operate(random, inner=True)
-        if random.random() < 0.9:
-            self.train_on(random, batch, style)
-        for _ in range(random.choice([0, 0, 1])):
-            self.operate(random, inner=True)
-
-    def end_loops(self) -> None:
-        for prefetched in self.loops:
-            prefetched.close()
-        self.loops.clear()
-
-
-OPERATIONS = {
+OPERATIONS: dict[str, float] = {
     "train": 6,
     "later": 3,
     "evaluate": 3,
@@ -397,4 +372,3 @@ OPERATIONS = {
     "reopen": 1,
     "loop": 8,
 }
-"""How often each operation is drawn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -21,11 +22,14 @@ STYLES = ("plain", "plain", "clones", "parts", "twice", "renamed", "ordered", "r
 other keys, with its keys in another order, in a new keyed jagged tensor, or with other ids in its memory."""
 
 
-def tiers_of(random: Random, shape: Shape, path: Path) -> TierConfig:
-    """Tiers that rows leave in most steps, if the tables have more than 16 rows."""
+def tiers_of(
+    random: Random, shape: Shape, path: Path, tables: Sequence[tuple[Any, int]] | None = None
+) -> TierConfig:
+    """Tiers that rows leave in most steps, if the tables have more than 16 rows. ``tables``: the optimizer
+    and the columns of each, where these are not the shape's."""
     policy = random.choice(["lru", "lfu", "lookahead", "lfu_aged"])
     admission = random.choice(["always", "always", "counter(2)"])
-    pairs = [
+    pairs = tables or [
         (spec or SGD(), table.dim) for spec, table in zip(shape.specs.values(), shape.tables, strict=True)
     ]
     sizes = {spec.row_bytes(dim) for spec, dim in pairs}  # as of float32, which are the largest
