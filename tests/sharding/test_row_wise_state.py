@@ -105,6 +105,24 @@ def test_ranges_of_columns_may_have_other_cuts_of_rows() -> None:
     run(3, ranges_of_columns_with_other_rows)
 
 
+def beside_clipped_norms() -> None:
+    """t1 is cut into columns of the dim of t0 and t3, whose clipped norms it does not have."""
+    env = ShardingEnv.from_process_group()
+    cuts = {
+        "t0": table_wise(0),
+        "t1": column_wise([0, 1], [6, 4]),
+        "t2": table_wise(1),
+        "t3": row_wise(),
+    }
+    for kind in (optim.RowWiseAdagrad, optim.PartialRowWiseAdam):
+        optimizers = {"t1": kind(lr=0.1), "*": kind(lr=0.1, clip_grad_norm=0.05)}
+        cases.check(env, cuts, cases.tables(), cases.batches(2, 3), optimizers, tolerance=1e-5)
+
+
+def test_rows_with_clipped_norms_beside_cut_ones() -> None:
+    run(2, beside_clipped_norms)
+
+
 def a_bad_gradient() -> None:
     """NaN in one column: as in one process no column of the row is updated, on any rank."""
     env = ShardingEnv.from_process_group()

@@ -147,7 +147,8 @@ def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients
         part, pinned, change = parts[index], pinned_rows[index], changes[index]
         csr = trained_csr(part, skipped) if skipped else pinned.csr
         for share in shares_of(part, pinned.slots, csr, steps):
-            own = None if means is None else means[share.at]
+            # a row whose norm is clipped is whole, and its mean square is that of the clipped gradient
+            own = None if means is None or np.isfinite(share.step.clip_norm) else means[share.at]
             args = update_args(part, share.slots, share.csr, share.step, module.check_gradients, means=own)
             change.add(share.at, gradients.prepared(index, part, pinned.device_rows, args, share.rounding))
         for one in hooked[index]:
