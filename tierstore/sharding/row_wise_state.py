@@ -3,7 +3,8 @@ needs the whole row's gradient.
 
 Each shard sums the squares of its own columns' gradients. Shards of the same rows exchange these sums and add
 them up in the order of the columns, so that every shard keeps the state of an uncut row (up to rounding,
-since the sum over columns has another order).
+since the sum over columns has another order). With ``check_gradients`` tables of all optimizers take part: a
+sum that is NaN lets every shard leave the row alone.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class RowWiseStateExchange:
     """The exchange of the squares of gradients between a collection's ranks."""
 
     def __init__(self, shards: RankShards) -> None:
-        self._env, plan = shards.env, shards.plan
+        self._env, plan, spec_of = shards.env, shards.plan, shards.fused_optimizer.spec_of
         self._tables = [
             table
             for table in plan.tables
             if any(s.columns < table.embedding_dim for s in table.shards)
-            and shards.fused_optimizer.spec_of(table.name).needs_mean_square
+            and (shards.config.check_gradients or spec_of(table.name).needs_mean_square)
         ]
         self._local = {
             (number, position): shards.engine.table_index(shard_name(table.name, table.embedding_dim, shard))
@@ -73,7 +74,7 @@ class RowWiseStateExchange:
 
     @classmethod
     def of(cls, shards: RankShards) -> RowWiseStateExchange | None:
-        """Return the exchange of a collection; None if no row's state depends on columns of other shards."""
+        """Return the exchange of a collection; None if no row's update depends on columns of other shards."""
         found = cls(shards)
         return found if found._tables else None
 
