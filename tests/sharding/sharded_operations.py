@@ -84,13 +84,13 @@ class ShardedOperations(ShardedMachine):
     def _fail(self, random: Random) -> None:
         """One rank fails in a step, and all ranks begin anew at the last commit."""
         batch, failing, early = self.batch(random), random.randrange(self.world), random.random() < 0.5
-        later = Random(random.randrange(1 << 30))  # ranks that fail draw less
+        drawn, later = (Random(random.randrange(1 << 30)) for _ in range(2))  # a rank that fails draws less
         self.note(f"      rank {failing} {'before' if early else 'after'} the lookup of {batch}")
         self.remove_hooks()
         try:
             if self.rank == failing and early:
                 raise Left
-            losses = self.forward(random, batch, "plain")
+            losses = self.forward(drawn, batch, "plain")
             if self.rank == failing:
                 raise Left
             losses[0].sides[0].backward()
@@ -99,6 +99,7 @@ class ShardedOperations(ShardedMachine):
         except (Left, RankError):
             for model in self.whole.values():
                 model.close()
+        self.forget_gradients(batch)
         self.end_loops()
         self.pending.clear()
         dist.barrier()
@@ -126,9 +127,15 @@ class ShardedOperations(ShardedMachine):
                     loss.backward()
             else:
                 loss.backward()
+        self.forget_gradients(batch)
+        self.take_from_twin()
+
+    def forget_gradients(self, batch: RankBatches) -> None:
+        """Drop what a backward pass that failed has left in the gradients of weights."""
+        call = batch.calls(0, self.shape, "plain", self.rank)[0]
+        for given in (call.subject, call.twin):
             if (weights := weights_of(given)) is not None:
                 weights.grad = None
-        self.take_from_twin()
 
     # -- state -----------------------------------------------------------------------------------
 
