@@ -132,6 +132,39 @@ def train(
             done.append(None)
 
 
+def one_changes_its_ids() -> None:
+    """A rank that does not look up what was fetched ahead is named at once."""
+    # Torch's groups are closed after the timeout, since gloo waits for the exchange that no rank joins.
+    env = ShardingEnv.from_process_group(timeout=timedelta(seconds=8))
+    data = [batch.of([0]) for batch in cases.batches(2, 9)]
+    dmp, done = model(env), 0
+
+    def steps() -> None:
+        nonlocal done
+        for features in tierstore.prefetch(data, dmp, depth=1, window=2):
+            if env.rank and done == 3:
+                features.values().copy_(features.values().flip(0) % 50)
+            dmp(features)[0].backward()
+            done += 1
+
+    with pytest.raises(RankError, match=r"rank [01] waits in the exchange of .*, and rank [01] in the"):
+        steps()
+    assert done == 3
+    dmp.close(commit=False)
+
+
+def one_looks_up_on_demand() -> None:
+    """Nor do ranks take one batch for another."""
+    env = ShardingEnv.from_process_group(timeout=timedelta(seconds=60))
+    dmp, features = model(env), cases.batches(2, 1)[0].of([env.rank])
+    bags: Any = dmp.sharded["bags"]
+    call = bags.make_lookup if env.rank else lambda features: bags.begin_exchange(features).send()
+    for one in (call, dmp):
+        with pytest.raises(RankError, match="ranks 0 look a batch up ahead, and ranks 1 in a forward call"):
+            one(features)
+    dmp.close(commit=False)
+
+
 def left_early(env: ShardingEnv, data: list[KeyedJaggedTensor]) -> None:
     dmp = model(env)
     for step, features in enumerate(tierstore.prefetch(data, dmp, depth=1, window=4)):
@@ -186,8 +219,8 @@ def stages() -> None:
     begun: list[InputExchange] = []
     original = bags.lookups.begin
 
-    def begin(features: Any) -> InputExchange:
-        begun.append(original(features))
+    def begin(features: Any, ahead: bool = True) -> InputExchange:
+        begun.append(original(features, ahead))
         return begun[-1]
 
     bags.lookups.begin = begin  # type: ignore[method-assign]
@@ -220,6 +253,11 @@ def test_exchange_fetch_and_compute_overlap() -> None:
 
 def test_prefetch_changes_nothing() -> None:
     run(2, ahead)
+
+
+def test_a_rank_that_looks_another_batch_up_than_was_fetched_is_named() -> None:
+    run(2, one_changes_its_ids)
+    run(2, one_looks_up_on_demand)
 
 
 def test_batches_end_earlier_on_one_rank() -> None:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError, DeviceFullError, GpuError, RankError, StoreFullError, TierStoreError
 from tierstore.sharding.gpu_groups import GpuGroups
-from tierstore.sharding.peers import Peers
+from tierstore.sharding.peers import AGREEMENTS, IDS, SIZES, VECTORS, Collective, Peers
 
 
 class Pending:
     """A collective on its way. Do not touch the tensors that it sends or fills before :meth:`wait`."""
 
-    def __init__(self, peers: Peers, work: Any, *kept: Tensor, exchange: int = 0) -> None:
-        self._peers, self._work, self._kept, self._exchange = peers, work, kept, exchange
+    def __init__(self, peers: Peers, work: Any, *kept: Tensor, awaited: Collective = ("", 0)) -> None:
+        self._peers, self._work, self._kept, self._awaited = peers, work, kept, awaited
         self._on_gpu = any(tensor.device.type != "cpu" for tensor in kept)
 
     def wait(self) -> None:
@@ -33,7 +33,7 @@ class Pending:
         if work is not None and self._on_gpu:
             self._peers.follow(work)
         elif work is not None:
-            self._peers.wait(work, self._exchange)
+            self._peers.wait(work, self._awaited)
         del kept
 
 
@@ -125,11 +125,11 @@ class ShardingEnv:
             return Pending(self.peers, None)
         self.traffic.bytes_sent += given.element_size() * (sum(leaving) - leaving[self.rank])
         with self.peers.reached():
-            exchange = self.peers.begin(exchange=True)
+            awaited = self.peers.begin(IDS if group is self.inputs else VECTORS)
             work = dist.all_to_all_single(
                 out, given, list(arriving), list(leaving), group=group or self._group_of(out), async_op=True
             )
-        return Pending(self.peers, work, out, given, exchange=exchange)
+        return Pending(self.peers, work, out, given, awaited=awaited)
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self.outputs if tensor.device.type == "cpu" else self.gpus.of("vectors")
@@ -159,9 +159,9 @@ class ShardingEnv:
         """Begin to collect a tensor of the same shape from every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
         with self.peers.reached():
-            exchange = self.peers.begin(exchange=group is self.inputs)
+            awaited = self.peers.begin(SIZES if group is self.inputs else AGREEMENTS)
             work = dist.all_gather(list(everyone), tensor, group=group or self.outputs, async_op=True)
-        return Pending(self.peers, work, tensor, exchange=exchange), everyone
+        return Pending(self.peers, work, tensor, awaited=awaited), everyone
 
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
         """Return the objects of all ranks, by rank. All ranks call it."""
@@ -190,38 +190,38 @@ class ShardingEnv:
 
     def _broadcast(self, tensor: Tensor) -> None:
         with self.peers.reached():
-            self.peers.begin(exchange=False)
+            awaited = self.peers.begin(AGREEMENTS)
             source = dist.get_global_rank(self.outputs, 0)
             work = dist.broadcast(tensor, source, group=self.outputs, async_op=True)
-        self.peers.wait(work)
+        self.peers.wait(work, awaited)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
         """Begin to add up a tensor in host memory over all ranks, in place, as a part of a step."""
         with self.peers.reached():
-            exchange = self.peers.begin(exchange=True)
+            awaited = self.peers.begin(VECTORS)
             work = dist.all_reduce(tensor, group=group, async_op=True)
-        return Pending(self.peers, work, tensor, exchange=exchange)
+        return Pending(self.peers, work, tensor, awaited=awaited)
 
     def barrier(self) -> None:
         """Wait until all ranks call it. Raises RankError if a rank has stopped."""
-        self._wait_for_all(exchange=False)
+        self._wait_for_all(AGREEMENTS)
 
     def meet(self) -> None:
         """Wait as :meth:`barrier` does, in a step: for use before a collective of torch, which does not end
         where a rank has stopped."""
-        self._wait_for_all(exchange=True)
+        self._wait_for_all(VECTORS)
 
-    def _wait_for_all(self, *, exchange: bool) -> None:
+    def _wait_for_all(self, kind: str) -> None:
         with self.peers.reached():
-            number = self.peers.begin(exchange=exchange)
+            awaited = self.peers.begin(kind)
             work = dist.barrier(group=self.outputs, async_op=True)
-        self.peers.wait(work, number)
+        self.peers.wait(work, awaited)
 
     def _reduce(self, tensor: Tensor, kind: Any, group: Any) -> None:
         with self.peers.reached():
-            self.peers.begin(exchange=False)
+            awaited = self.peers.begin(AGREEMENTS)
             work = dist.all_reduce(tensor, kind, group=group, async_op=True)
-        self.peers.wait(work)
+        self.peers.wait(work, awaited)
 
     def share_error(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raise ``kind`` on every rank if any rank has an error. All ranks call it."""

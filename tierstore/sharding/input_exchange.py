@@ -24,6 +24,7 @@ from tierstore.sharding.routing import Routing
 _ANY_ID = 1 << 48
 _GOES_ON, _WRONG, _ENDED, _FAILED, _WANTS_GRADIENTS = range(5)
 """What a rank announces of its batch."""
+_HEAD = 2  # numbers of an announcement before those of features
 _NO_BATCH = RankError(
     "has no more batches, but another rank has; every rank must get the same number, so drop the last ones"
 )
@@ -78,13 +79,14 @@ class OwnBatch:
     """This rank's batch. ``error``: why it has no features, so that every rank raises.
 
     ``weights_learn``: its weights require gradients. ``ended``: this rank has no batch any more, because of
-    ``error`` if there is one.
+    ``error`` if there is one. ``ahead``: the lookup is made before its forward call.
     """
 
     features: Sequence[Bags]
     error: Exception | None = None
     weights_learn: bool = False
     ended: bool = False
+    ahead: bool = True
 
     @property
     def state(self) -> int:
@@ -119,18 +121,19 @@ class InputExchange:
         self.sent: list[list[Sent]] = _divide(self._routing, found, as_int32) if goes_on else []
         """What this rank sends to each rank, by request of that rank."""
         self._leaving = [sum(len(piece.ids) for piece in pieces) for pieces in self.sent]
-        self._pending, self._all_meta = env.gather(self._announcement(batch.state), env.inputs)
+        self._pending, self._all_meta = env.gather(self._announcement(batch), env.inputs)
         self._started = False
 
-    def _announcement(self, state: int) -> Tensor:
-        """Return the state of this rank's batch, its bags by feature, and its ids by rank."""
+    def _announcement(self, batch: OwnBatch) -> Tensor:
+        """Return the state of this rank's batch, whether it is looked up ahead, its bags by feature, and its
+        ids by rank."""
         features = len(self._routing.features)
-        meta = torch.zeros(1 + features + self._env.world_size, dtype=torch.int64)
-        meta[0] = state
+        meta = torch.zeros(_HEAD + features + self._env.world_size, dtype=torch.int64)
+        meta[0], meta[1] = batch.state, batch.ahead
         for number, feature in enumerate(self.asked):
-            meta[1 + number] = len(feature.lengths)
+            meta[_HEAD + number] = len(feature.lengths)
         for rank, ids in enumerate(self._leaving):
-            meta[1 + features + rank] = ids
+            meta[_HEAD + features + rank] = ids
         return meta
 
     def send(self) -> None:
@@ -141,6 +144,7 @@ class InputExchange:
         self._started = True
         self._pending.wait()
         meta = self._all_meta.numpy()
+        self._check_forms(meta[:, 1])
         states = set(meta[:, 0].tolist())
         if states == {_ENDED}:
             return
@@ -152,10 +156,22 @@ class InputExchange:
         self.weights_learn = _WANTS_GRADIENTS in states
         """Whether the weights of any rank require gradients; all ranks then exchange these gradients."""
         count = len(self._routing.features)
-        self.bags = meta[:, 1 : 1 + count]
+        self.bags = meta[:, _HEAD : _HEAD + count]
         """(ranks, features): how many bags each rank's batch has."""
-        self._arriving = meta[:, 1 + count + self._env.rank]
+        self._arriving = meta[:, _HEAD + count + self._env.rank]
         self._send_ids()
+
+    def _check_forms(self, ahead: NDArray[np.int64]) -> None:
+        """Raise RankError if ranks announce lookups of different batches: some ahead, some on demand."""
+        if (ahead == ahead[0]).all():
+            return
+        of = [", ".join(map(str, np.flatnonzero(ahead == form))) for form in (1, 0)]
+        error = RankError(
+            f"ranks {of[0]} look a batch up ahead, and ranks {of[1]} in a forward call: all ranks must give "
+            "forward calls what prefetch yields, or all something else"
+        )
+        self._env.peers.stop(error)
+        raise error
 
     def _send_ids(self) -> None:
         """Send lengths of bags and ids, of which all ranks know how many come."""

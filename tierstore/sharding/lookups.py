@@ -97,8 +97,9 @@ class ExchangedLookups:
         self._last: tuple[object, OutputPlan] | None = None
         """Sizes of the last batch, and its exchange of outputs, which batches of these sizes have, too."""
 
-    def begin(self, features: Any) -> InputExchange:
-        """Begin to send the ids of a batch to the ranks that hold their rows. All ranks call it."""
+    def begin(self, features: Any, ahead: bool = True) -> InputExchange:
+        """Begin to send the ids of a batch to the ranks that hold their rows. All ranks call it. ``ahead``:
+        the lookup is made before its forward call."""
         found: list[Bags] = []
         error: Exception | None = None
         weights_learn = False
@@ -109,7 +110,7 @@ class ExchangedLookups:
             weights_learn = self.weights_learn(features)
         except Exception as raised:  # every rank raises it, so that none waits for this one
             error = raised
-        return InputExchange(self.env, self._rules, OwnBatch(found, error, weights_learn))
+        return InputExchange(self.env, self._rules, OwnBatch(found, error, weights_learn, ahead=ahead))
 
     def announce_end(self, error: Exception | None) -> InputExchange:
         """Tell the other ranks, in place of :meth:`begin`, that this rank has no more batches, perhaps
@@ -123,7 +124,7 @@ class ExchangedLookups:
 
         Raises InputError on every rank if the input of one is wrong.
         """
-        return self.finish(self.begin(features))
+        return self.finish(self.begin(features, ahead=False))
 
     @abstractmethod
     def finish(self, exchange: InputExchange) -> ShardedLookup:

@@ -7,9 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from tierstore.errors import InputError, RankError
 
@@ -25,31 +25,37 @@ _GO_ON = (
 _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
+SIZES = "the exchange of the sizes of a batch"
+IDS = "the exchange of ids"
+VECTORS = "the exchange of rows or gradients"
+AGREEMENTS = "a commit, close() or another call of all ranks"
+Collective: TypeAlias = tuple[str, int]
+"""The kind of a collective, and its number among those of its kind."""
+
+
 @dataclass
 class Progress:
-    """The number of collectives that a rank has begun, and the collective that it waits for before it begins
-    another.
+    """How many collectives of each kind a rank has begun (``begun``), and which it waits for before it begins
+    another: number ``number`` of ``kind``; 0: none."""
 
-    ``exchange``, ``agreement``: the number of the collective of this kind that it waits for, 0 for none.
-    """
-
-    exchanges: int = 0
-    agreements: int = 0
-    exchange: int = 0
-    agreement: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    kind: str = ""
+    number: int = 0
 
     def never_meets(self, other: Progress) -> bool:
         """Return whether both ranks wait, each for a collective that the other rank has not begun."""
-        if self.exchange and other.agreement:
-            return self.exchange > other.exchanges and other.agreement > self.agreements
-        return bool(self.agreement and other.exchange) and other.never_meets(self)
+        return self._waits_beyond(other) and other._waits_beyond(self)
+
+    def _waits_beyond(self, other: Progress) -> bool:
+        return self.number > other.begun.get(self.kind, 0)
 
 
 class Peers:
     """A rank's view of the other ranks. ``group``: of all ranks, which publish messages in its store.
     ``abandon``: called when this rank has lost the other ranks.
 
-    Collectives are exchanges, by which a step moves ids, rows and gradients, or agreements, as of a commit.
+    Collectives are exchanges, by which a step moves sizes and ids of a batch (``SIZES``, ``IDS``) or rows and
+    gradients (``VECTORS``), or agreements, as of a commit.
     """
 
     def __init__(self, rank: int, group: Any, abandon: Callable[[], None] = lambda: None) -> None:
@@ -62,14 +68,12 @@ class Peers:
         self.lost = ""
         """Why this rank and the other ranks are no longer at the same point; empty while all are."""
 
-    def begin(self, *, exchange: bool) -> int:
-        """Count a collective that this thread is about to begin; return its number, to wait for it."""
+    def begin(self, kind: str) -> Collective:
+        """Count a collective that this thread is about to begin; return it, to wait for it."""
         self._thread = threading.get_ident()
-        if exchange:
-            self.progress.exchanges += 1
-            return self.progress.exchanges
-        self.progress.agreements += 1
-        return 0
+        begun = self.progress.begun
+        begun[kind] = begun.get(kind, 0) + 1
+        return kind, begun[kind]
 
     @contextmanager
     def reached(self) -> Iterator[None]:
@@ -93,9 +97,9 @@ class Peers:
             self.stop(error)
             raise
 
-    def wait(self, work: Any, exchange: int = 0) -> None:
-        """Wait for the exchange of this number, or the last agreement. Raises RankError if it fails, if any
-        rank has stopped, or waits itself for a collective that this rank has not begun."""
+    def wait(self, work: Any, awaited: Collective) -> None:
+        """Wait for a collective. Raises RankError if it fails, if any rank has stopped, or waits itself for a
+        collective that this rank has not begun."""
         reported = False
         with self.reached():
             while not _is_done(work):
@@ -103,7 +107,7 @@ class Peers:
                     raise RankError(f"{reason}. {_GO_ON}")
                 if threading.get_ident() == self._thread:
                     reported = True
-                    self._check_progress(exchange)
+                    self._check_progress(awaited)
             if reported:
                 self._publish(Progress())
 
@@ -119,18 +123,17 @@ class Peers:
         self.lost = why
         self._abandon()
 
-    def _check_progress(self, exchange: int) -> None:
+    def _check_progress(self, awaited: Collective) -> None:
         """Tell the other ranks where this rank waits. Raises RankError if two ranks wait for one another."""
-        progress = self.progress
-        here = replace(progress, exchange=exchange, agreement=0 if exchange else progress.agreements)
+        here = Progress(self.progress.begun, *awaited)
         self._publish(here)
         for rank in range(self._group.size()):
-            if here.never_meets(self._progress_of(rank)):
-                kinds = ["a commit, close() or another call of all ranks", "the exchanges of a step"]
+            there = self._progress_of(rank)
+            if here.never_meets(there):
                 error = RankError(
-                    f"rank {self._rank} waits in {kinds[bool(exchange)]}, and rank {rank} in "
-                    f"{kinds[not exchange]}: all ranks must make as many steps, and call what all ranks call "
-                    f"after the same ones. {_GO_ON}"
+                    f"rank {self._rank} waits in {here.kind}, and rank {rank} in {there.kind}: all ranks "
+                    "must make as many steps, do the same with their batches in each, and call what all "
+                    f"ranks call after the same ones. {_GO_ON}"
                 )
                 self.stop(error)
                 raise error
