@@ -153,6 +153,7 @@ def test_models_that_do_not_differ() -> None:
     run(2, alike)
 
 
+@pytest.mark.filterwarnings("error")
 def test_digests_tell_rows_apart() -> None:
     def digest(order: list[int], change: Callable[[torch.Tensor], Any] = lambda rows: None) -> Any:
         rows = torch.arange(24, dtype=torch.float32).reshape(6, 4)

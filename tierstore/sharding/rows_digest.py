@@ -10,6 +10,7 @@ from torch import Tensor
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(32)
+_MASK = (1 << 64) - 1
 
 
 class RowsDigest:
@@ -17,12 +18,12 @@ class RowsDigest:
 
     def __init__(self) -> None:
         self._count = 0
-        self._sum = np.uint64(0)
+        self._sum = 0
 
     @property
     def value(self) -> tuple[int, int]:
         """The number of rows, and the sum of their hashes."""
-        return self._count, int(self._sum)
+        return self._count, self._sum
 
     def add(self, ids: Tensor, parts: Sequence[Tensor]) -> None:
         """Add rows with these ids (n,). ``parts``: floats (n,) or (n, floats) each."""
@@ -31,7 +32,8 @@ class RowsDigest:
             for column in part.float().reshape(len(ids), -1).numpy().view(np.uint32).T:
                 hashes = _mixed(hashes ^ column)
         self._count += len(ids)
-        self._sum += _mixed(hashes).sum(dtype=np.uint64)
+        # modulo 2^64, of which scalars of NumPy warn
+        self._sum = (self._sum + int(_mixed(hashes).sum(dtype=np.uint64))) & _MASK
 
 
 def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
