@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.module_runs import (
     DTYPES,
+    IDS_OF_FAKE_GPU,
     OPTIMIZERS,
     RUNS,
     a_captured_graph_is_refused,
@@ -21,6 +23,7 @@ from tests.cuda.module_runs import (
     pipeline_losses,
 )
 from tests.cuda.test_modules_on_gpu import same
+from tierstore.cuda import lookups
 
 
 @pytest.mark.parametrize("dim", [3, 8, 32])
@@ -46,7 +49,10 @@ def test_every_optimizer_rounds_as_the_host(name: str, dtype: str, random: bool)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run(run: str, order: str, tmp_path: Path) -> None:
     devices = 2 if "two" in run else 1  # the end of one device waits for the other's work, too
-    with fake_torch(order, seed=4, devices=devices):
+    with (
+        fake_torch(order, seed=4, devices=devices),
+        mock.patch.object(lookups, "MAKES_FROM", IDS_OF_FAKE_GPU // 2),  # the large lookup is the GPU's
+    ):
         RUNS[run](tmp_path, "cuda:0")
 
 
