@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.module_runs import RUNS
-from tests.cuda.test_modules_on_gpu import said_once, same, trained
+from tests.cuda.test_modules_on_gpu import on_host, said_once, same, trained
 from tierstore.modules import lookup_ops
 from tierstore.modules.lookup import PooledFunction, SequenceFunction
 
@@ -66,7 +66,7 @@ def threads_of_autograd() -> Iterator[list[str]]:
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", ["rows", "max", "collection", "weighted", "sequences", "bags of fp16"])
 def test_a_module_trains_in_autograds_thread(name: str, prefetch: bool) -> None:
-    expected = trained(name, None, prefetch=prefetch)
+    expected = on_host(name, prefetch)
     with fake_torch("random", seed=6), threads_of_autograd() as ran:
         found = trained(name, "cuda:0", prefetch=prefetch)
     same(found, expected)

@@ -17,7 +17,7 @@ from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_device import FakeDevice
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.module_runs import OPTIMIZERS, optimizer_run
-from tests.cuda.test_modules_on_gpu import ADAM, CONFIG, DIM, ROWS, ints, same, trained
+from tests.cuda.test_modules_on_gpu import ADAM, CONFIG, DIM, ROWS, ints, on_host, same, trained
 from tests.cuda.test_nvrtc import BROKEN
 from tierstore import GpuError, TierConfig, TieredEmbeddingBag
 from tierstore.cuda.cubins import CubinCache
@@ -96,7 +96,7 @@ def gone_after_opening(folder: Path, norms: bool = False) -> Iterator[None]:
 def test_nobody_compiles_after_tables_were_opened(name: str, tmp_path: Path) -> None:
     with fake_torch("random", seed=5), gone_after_opening(tmp_path, norms=True):
         found = trained(name, "cuda:0")
-    same(found, trained(name, None))
+    same(found, on_host(name))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -185,6 +186,12 @@ def trained(name: str, device: str | None, ids_on: str | None = None, prefetch: 
     return found
 
 
+@functools.cache
+def on_host(name: str, prefetch: bool = False) -> list[Any]:
+    """What all runs of a module on a GPU must give."""
+    return trained(name, None, prefetch=prefetch)
+
+
 def same(ours: Any, theirs: Any) -> None:
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
@@ -198,7 +205,7 @@ def same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_the_bits_of_the_host(name: str, order: str) -> None:
-    expected = trained(name, None)
+    expected = on_host(name)
     with fake_torch(order, seed=5):
         found = trained(name, "cuda:0")
         assert fake_gpu().counts["launches"] > 50
@@ -209,7 +216,7 @@ def test_a_module_has_the_bits_of_the_host(name: str, order: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_another_thread_may_copy_before_a_kernel_is_launched(name: str, order: str) -> None:
     """Kernels use no memory that was freed before they were launched, which torch may give to others."""
-    expected = trained(name, None)
+    expected = on_host(name)
     with fake_torch(order, seed=5), copies_by_another_thread():
         found = trained(name, "cuda:0")
     same(found, expected)
@@ -236,7 +243,7 @@ def test_memory_is_freed_when_the_kernels_launched_before_are_done() -> None:
 def test_ids_may_be_on_the_gpu(
     name: str, prefetch: bool, order: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = trained(name, None, prefetch=prefetch)
+    expected = on_host(name, prefetch)
     with fake_torch(order, seed=5), caplog.at_level(logging.WARNING, "tierstore"):
         found = trained(name, "cuda:0", ids_on="cuda:0", prefetch=prefetch)
     same(found, expected)
@@ -350,7 +357,7 @@ def test_a_model_that_is_moved_is_refused(opened: str | None, moved: str) -> Non
 
 
 def test_two_modules_train_on_two_gpus() -> None:
-    expected = [trained("max", None), trained("collection", None)]
+    expected = [on_host("max"), on_host("collection")]
     with fake_torch("random", devices=2) as opened:
         found = [trained("max", "cuda:0"), trained("collection", "cuda:1")]
         assert [device.name for device in opened] == ["cuda:0", "cuda:1"]
