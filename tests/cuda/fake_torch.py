@@ -8,7 +8,7 @@ and not what orders torch's own work.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 from unittest import mock
@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_device import FakeDevice, checked_views
@@ -129,7 +128,7 @@ class GpuTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = list(_tensors_in((args, kwargs)))
         numbers = {t.number for t in given if isinstance(t, cls)}
         # Autograd makes empty gradients of unused outputs where it believes the tensors to be: on the CPU.
         strangers = [t for t in given if not isinstance(t, cls) and t.dim() and t.numel()]
@@ -140,11 +139,11 @@ class GpuTensor(torch.Tensor):
         if len(numbers) > 1 or (strangers and func._schema.name not in _MIXES):
             raise RuntimeError(f"Expected all tensors to be on the same device: {func} gets others as well")
         finish()
-        out = func(*tree_map_only(cls, _inner, args), **tree_map_only(cls, _inner, kwargs))
-        wrapped = tree_map_only(torch.Tensor, lambda t: cls(t, min(numbers)), out)
+        out = func(*_mapped(_inner, args), **_mapped(_inner, kwargs))
+        wrapped = _mapped(lambda t: cls(t, min(numbers)), out)
         if not func.is_view:
             _touched(given)
-            _touched(tree_leaves(wrapped), write=True)
+            _touched(_tensors_in(wrapped), write=True)
         if func._schema.name == "aten::copy_" and not isinstance(args[0], cls):
             return args[0]
         if to_bucket:
@@ -152,8 +151,28 @@ class GpuTensor(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
-def _inner(tensor: GpuTensor) -> torch.Tensor:
-    return tensor.inner
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, GpuTensor) else tensor
+
+
+def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    """Of the arguments or results of an operation; torch's own functions for all trees take much longer."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, list | tuple | dict):
+        for part in given.values() if isinstance(given, dict) else given:
+            yield from _tensors_in(part)
+
+
+def _mapped(change: Callable[[Any], torch.Tensor], given: Any) -> Any:
+    """``given`` with all of its tensors changed."""
+    if isinstance(given, torch.Tensor):
+        return change(given)
+    if isinstance(given, dict):
+        return {name: _mapped(change, part) for name, part in given.items()}
+    if isinstance(given, list | tuple):
+        return type(given)([_mapped(change, part) for part in given])
+    return given
 
 
 class _Moved(torch.autograd.Function):
