@@ -22,3 +22,10 @@ def tmp_path() -> Iterator[Path]:
     """In place of pytest's, for folders of tests that import it in their conftest.py."""
     with tempfile.TemporaryDirectory(prefix="tierstore-test-", dir=IN_MEMORY) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def temporary_stores(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores without a path be there, for folders of tests that open hundreds of them."""
+    tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are
+    monkeypatch.setattr(tempfile, "tempdir", IN_MEMORY)
