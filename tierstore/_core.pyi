@@ -423,6 +423,9 @@ class Plan:
     @property
     def table_hits(self) -> list[int]: ...
     def unplaced(self) -> Int32Array: ...
+    def count(
+        self, missing: UInt64Array, starts: Int32Array, here: Sequence[BoolArray], tables: int
+    ) -> tuple[int, list[tuple[tuple[int, int, int, int], list[int], list[int]]]]: ...
 
 class Tier:
     BYTES_PER_SLOT: ClassVar[float]

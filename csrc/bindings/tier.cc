@@ -2,6 +2,7 @@
 // their owner alive; callers do not write to them.
 #include "cache/tier.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "bindings/arrays.h"
 #include "bindings/host_rows.h"
 #include "bindings/registry.h"
+#include "cache/plan_counts.h"
 #include "cache/resident_lookups.h"
 
 namespace py = pybind11;
@@ -17,6 +19,17 @@ namespace tierstore {
 namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// Calls work(slots, n), for many slots without the interpreter's lock: the pool's threads share such work,
+// and no other thread of Python may have to wait for them. For few slots, getting the lock back takes longer.
+template <typename Work>
+void WithoutLock(const Array<std::int32_t>& slots, const Work& work, py::ssize_t many = 1 << 13) {
+  const std::int32_t* const at = slots.data();
+  const std::int64_t n = slots.size();
+  if (n < many) return work(at, n);
+  const py::gil_scoped_release unlocked;
+  work(at, n);
+}
 
 template <auto Member>
 auto PlanView() {
@@ -59,6 +72,34 @@ Moves Aborted(Tier& tier, Plan* plan) {
   return tier.Abort(plan);
 }
 
+py::tuple CountPlan(const Plan& plan, const Array<std::uint64_t>& missing, const Array<std::int32_t>& starts,
+                    const std::vector<Array<bool>>& here, std::size_t tables) {
+  const LanePlan& whole = plan.whole();
+  const auto n = static_cast<std::size_t>(missing.size());
+  if (n != whole.absent.size() || starts.size() != static_cast<py::ssize_t>(whole.slots.size()) + 1)
+    throw std::invalid_argument("the arrays are not of this plan");
+  std::vector<const bool*> flags;
+  for (const Array<bool>& of_tier : here) flags.push_back(of_tier.data());
+  for (std::size_t i = 0, left = n; i < here.size(); ++i) {
+    if (static_cast<std::size_t>(here[i].size()) != left)
+      throw std::invalid_argument("a tier was not asked for the rows that tiers above it do not have");
+    left -= static_cast<std::size_t>(std::count(flags[i], flags[i] + left, true));
+  }
+  std::int64_t missed = 0;
+  std::vector<TierCounts> counts;
+  {
+    const py::gil_scoped_release unlocked;
+    missed = UsesOf(whole.misses, starts.data());
+    counts = CountTiers(whole.absent, missing.data(), starts.data(), flags, tables);
+  }
+  py::list tiers;
+  for (TierCounts& of : counts) {
+    const auto totals = py::make_tuple(of.rows, of.hits, of.uses, of.hit_uses);
+    tiers.append(py::make_tuple(totals, std::move(of.table_rows), std::move(of.table_hits)));
+  }
+  return py::make_tuple(missed, tiers);
+}
+
 void BindPlan(py::module_& m) {
   py::class_<Plan>(m, "Plan")
       .def_property_readonly("now", [](const Plan& plan) { return plan.whole().now; })
@@ -71,7 +112,15 @@ void BindPlan(py::module_& m) {
       .def_property_readonly("misses", PlanView<&LanePlan::misses>())
       .def_property_readonly("absent", PlanView<&LanePlan::absent>())
       .def_property_readonly("victims",
-                             [](const Plan& plan) { return DepartureArrays(plan.whole().victims); });
+                             [](const Plan& plan) { return DepartureArrays(plan.whole().victims); })
+      .def(
+          "count", &CountPlan, py::arg("missing"), py::arg("starts"), py::arg("here"), py::arg("tables"),
+          "Count the rows of a plan that lower tiers were asked for. missing (uint64): keys of the absent "
+          "rows. starts (int32): where the positions of each row begin, and their end. here (bool): for each "
+          "lower tier, which of the rows it has that no tier above it has. Returns the positions of rows "
+          "that "
+          "missed, and of each lower tier (rows asked for, rows found, positions of both), and of its tables "
+          "the rows asked for and found.");
 }
 
 void BindShare(py::module_& m) {
@@ -142,7 +191,9 @@ void BindTier(py::module_& m) {
       .def(
           "release",
           [](Tier& tier, const Array<std::int32_t>& slots) {
-            return MoveArrays(tier.Release(slots.data(), slots.size()));
+            Moves moves;
+            WithoutLock(slots, [&](const std::int32_t* at, std::int64_t n) { moves = tier.Release(at, n); });
+            return MoveArrays(std::move(moves));
           },
           py::arg("slots"), "End the lookup that used these slots. Returns what abort() returns.")
       .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
@@ -154,7 +205,9 @@ void BindTier(py::module_& m) {
            "Return the slots (int32) of keys (uint64), -1 where a row is not here.")
       .def(
           "remove",
-          [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); },
+          [](Tier& tier, const Array<std::int32_t>& slots) {
+            WithoutLock(slots, [&](const std::int32_t* at, std::int64_t n) { tier.Remove(at, n); });
+          },
           py::arg("slots"))
       .def(
           "announce",
@@ -171,11 +224,11 @@ void BindTier(py::module_& m) {
       .def(
           "mark_dirty",
           [](Tier& tier, const Array<std::int32_t>& slots) {
-            // Getting the interpreter's lock back from a busy thread takes longer than marking some rows.
+            // The training thread marks rows. Getting the interpreter's lock back from a thread that plans
+            // takes longer than marking some rows.
             constexpr py::ssize_t kUnlockFrom = 1 << 16;
-            if (slots.size() < kUnlockFrom) return tier.MarkDirty(slots.data(), slots.size());
-            const py::gil_scoped_release unlocked;
-            tier.MarkDirty(slots.data(), slots.size());
+            WithoutLock(
+                slots, [&](const std::int32_t* at, std::int64_t n) { tier.MarkDirty(at, n); }, kUnlockFrom);
           },
           py::arg("slots"))
       .def(
@@ -186,14 +239,16 @@ void BindTier(py::module_& m) {
           "set_dirty",
           [](Tier& tier, const Array<std::int32_t>& slots, const Array<std::uint8_t>& dirty) {
             if (slots.size() != dirty.size()) throw std::invalid_argument("slots and dirty differ in length");
-            tier.SetDirty(slots.data(), dirty.data(), slots.size());
+            const std::uint8_t* const flags = dirty.data();
+            WithoutLock(slots, [&](const std::int32_t* at, std::int64_t n) { tier.SetDirty(at, flags, n); });
           },
           py::arg("slots"), py::arg("dirty"))
       .def(
           "dirty_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
-            tier.DirtyOf(slots.data(), slots.size(), out.mutable_data());
+            std::uint8_t* const to = out.mutable_data();
+            WithoutLock(slots, [&](const std::int32_t* at, std::int64_t n) { tier.DirtyOf(at, n, to); });
             return out;
           },
           py::arg("slots"))
@@ -201,7 +256,8 @@ void BindTier(py::module_& m) {
           "keys_of",
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint64_t> out = Fresh<std::uint64_t>(slots.size());
-            tier.KeysOf(slots.data(), slots.size(), out.mutable_data());
+            std::uint64_t* const to = out.mutable_data();
+            WithoutLock(slots, [&](const std::int32_t* at, std::int64_t n) { tier.KeysOf(at, n, to); });
             return out;
           },
           py::arg("slots"))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tierstore import _core
 from tierstore.cache.tiers.protocol import FoundRows, Keys
 from tierstore.cache.uninterrupted import uninterrupted
-from tierstore.keys import ID_BITS
 
 Starts = NDArray[np.int32]
 TableCounts = dict[str, NDArray[np.int64]]
@@ -230,27 +229,22 @@ class GroupStats:
         of each row begin, and at last how many positions these are. ``lower``: what every tier under the
         first has that no tier above it has.
         """
-        misses, absent = plan.misses, plan.absent
-        rows, accesses = len(starts) - 1, int(starts[-1])
-        missed_accesses = int((starts[misses + 1] - starts[misses]).sum())
+        missed_accesses, below = plan.count(missing, starts, [found.here for found in lower], self._tables)
+        rows, accesses, left = len(starts) - 1, int(starts[-1]), len(missing)
         self.counters.lookups += 1
         self.counters.refused_rows += plan.refused
         # A row that is in an overflow slot counts as a miss, so that timing does not matter; the lower tiers
         # are not asked for it.
         first, *names = self._names
-        self.tiers[first].count(rows, rows - len(misses), accesses, accesses - missed_accesses)
+        self.tiers[first].count(rows, rows - len(plan.misses), accesses, accesses - missed_accesses)
         self.tables[first][:, 0] += plan.table_rows
         self.tables[first][:, 1] += plan.table_hits
-        missed, tables = starts[absent + 1] - starts[absent], (missing >> np.uint64(ID_BITS)).astype(np.int64)
-        left, reach = len(missed), int(missed.sum())
-        for tier, found in zip(names, lower, strict=True):
-            hit = found.here
-            hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
-            self.tiers[tier].count(left, hits, reach, hit_accesses)
-            self.tables[tier][:, 0] += np.bincount(tables, minlength=self._tables)
-            self.tables[tier][:, 1] += np.bincount(tables[hit], minlength=self._tables)
-            missed, tables = missed[~hit], tables[~hit]
-            left, reach = left - hits, reach - hit_accesses
+        for tier, (asked, table_rows, table_hits) in zip(names, below, strict=True):
+            found, hits, reach, hit_accesses = asked
+            self.tiers[tier].count(found, hits, reach, hit_accesses)
+            self.tables[tier][:, 0] += table_rows
+            self.tables[tier][:, 1] += table_hits
+            left -= hits
         self.counters.initialised_rows += left
 
 
