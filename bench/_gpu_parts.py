@@ -78,11 +78,11 @@ PARTS = {
     "link": Part("rows between hbm and uvm against the link", 25, _of_sizes(link)),
     "batches": Part("batches for the trainings", 45, make_batches),
     "lookups": Part("lookups made by the GPU and by the host", 15, made_lookups, trains=True),
-    "hbm": Part("training with all rows in hbm", 35, train_in_hbm, trains=True),
-    "uvm": Part("training at 37 times its hbm, with uvm", 40, partial(train, "uvm"), trains=True),
+    "hbm": Part("training with all rows in hbm", 45, train_in_hbm, trains=True),
+    "uvm": Part("training at 37 times its hbm, with uvm", 60, partial(train, "uvm"), trains=True),
     "planning": Part("plans on the host by threads", 25, planning, trains=True),
     "uvm_ssd": Part(
-        "training at 37 times its hbm, with uvm and a store", 40, partial(train, "uvm_ssd"), trains=True
+        "training at 37 times its hbm, with uvm and a store", 75, partial(train, "uvm_ssd"), trains=True
     ),
     "live": Part("moves beside what computes; hits against the simulator's", 45, live, trains=True),
     "embedding_bag": Part("nn.EmbeddingBag on the GPU", 25, partial(train, "embedding_bag"), trains=True),

@@ -71,10 +71,11 @@ def configs_of(setting: Setting) -> list[EmbeddingBagConfig]:
 def budgets(setting: Setting) -> dict[str, dict[str, Any]]:
     """Return the budgets of tierstore's systems: all rows in ``hbm``, or one ``RATIO``-th of them."""
     sizes = setting.sizes
-    every = sizes.row_bytes * sum(config.num_embeddings for config in configs_of(setting))
+    rows = sum(config.num_embeddings for config in configs_of(setting))
+    every = rows * sizes.row_bytes
     return {
         "hbm": {"hbm": "all"},
-        "uvm": {"hbm": every // RATIO, "uvm": every + every // 5, "ssd": 0},
+        "uvm": {"hbm": every // RATIO, "uvm": every + 64 * rows, "ssd": 0},
         "uvm_ssd": {"hbm": every // RATIO, "uvm": every // 10, "ssd": "auto"},
     }
 
