@@ -37,6 +37,17 @@ py::tuple BindBagOffsets(const std::vector<Array<std::int64_t>>& lengths) {
   return py::make_tuple(offsets, start);
 }
 
+py::tuple BindLongRows(const Array<std::int32_t>& start, std::int32_t few, std::int32_t piece) {
+  Require(start.size() > 0 && few >= 0 && piece > 0, "start is empty, or a limit is not positive");
+  LongRows found;
+  {
+    const py::gil_scoped_release unlocked;
+    found = FindLongRows({start.data(), static_cast<std::size_t>(start.size())}, few, piece);
+  }
+  return py::make_tuple(Owned(std::move(found.hot)), Owned(std::move(found.others)),
+                        Owned(std::move(found.first_piece)));
+}
+
 constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512"};
 
 void ForceIsaByName(const std::string& name) {
@@ -72,6 +83,11 @@ TIERSTORE_BINDINGS(kernels) {
   m.def("build_csr", &BindBuildCsr, py::arg("inverse").noconvert(), py::arg("num_unique"),
         "Return (start int32[num_unique + 1], positions int32[m]): the positions of every unique row, "
         "ascending. Entries of inverse (int32[n]) below 0 are left out.");
+  m.def(
+      "long_rows", &BindLongRows, py::arg("start"), py::arg("few"), py::arg("piece"),
+      "Return the rows (int32) with more than `piece` positions, the other rows with more than `few`, and "
+      "where each of the first begins if its positions are counted in pieces of `piece`, with the end of the "
+      "last. start (int32): where the positions of each row begin, and their end.");
   m.def(
       "bag_offsets", &BindBagOffsets, py::arg("lengths"),
       "Add up the lengths of each feature's bags (int64). Returns where every bag begins and the end of the "

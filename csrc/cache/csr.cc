@@ -48,4 +48,21 @@ void PlacePositions(std::span<const std::int32_t> inverse, const PositionParts& 
   start[0] = 0;
 }
 
+LongRows FindLongRows(std::span<const std::int32_t> start, std::int32_t few, std::int32_t piece) {
+  LongRows found;
+  found.first_piece.push_back(0);
+  for (std::size_t row = 0; row + 1 < start.size(); ++row) {
+    const std::int32_t positions = start[row + 1] - start[row];
+    if (positions <= few) continue;
+    const auto number = static_cast<std::int32_t>(row);
+    if (positions <= piece) {
+      found.others.push_back(number);
+      continue;
+    }
+    found.hot.push_back(number);
+    found.first_piece.push_back(found.first_piece.back() + (positions - 1) / piece + 1);
+  }
+  return found;
+}
+
 }  // namespace tierstore

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "cache/batch.h"
 
@@ -17,5 +18,12 @@ void CountPositions(std::span<const std::int32_t> inverse, const PositionParts& 
 // Writes the positions of every row, ascending, to positions[start[u] .. start[u + 1]).
 void PlacePositions(std::span<const std::int32_t> inverse, const PositionParts& parts,
                     std::int64_t num_unique, std::int32_t* start, std::int32_t* positions);
+
+// Rows with more than `few` positions, in order: those with more than `piece` are hot, the others long.
+struct LongRows {
+  std::vector<std::int32_t> hot, others;
+  std::vector<std::int32_t> first_piece;  // of each hot row, and the end: the positions in pieces of `piece`
+};
+LongRows FindLongRows(std::span<const std::int32_t> start, std::int32_t few, std::int32_t piece);
 
 }  // namespace tierstore

@@ -104,17 +104,21 @@ void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
       merged.table_hits[table] += part.plan.table_hits[table];
     }
   }
-  for (PageVector<std::int32_t> LanePlan::* rows : {&LanePlan::misses, &LanePlan::absent}) {
-    const auto of_lane = [&](std::size_t lane) -> auto& { return plan->parts_[lane].plan.*rows; };
+  const auto begins = [&](PageVector<std::int32_t> LanePlan::* rows) {
     const std::vector<std::size_t> begin =
-        Begins(lanes_.size(), 0, [&](std::size_t lane) { return of_lane(lane).size(); });
+        Begins(lanes_.size(), 0, [&](std::size_t lane) { return (plan->parts_[lane].plan.*rows).size(); });
     (merged.*rows).resize(begin.back());
-    ForLanes(lanes_.size(), n, [&](std::size_t lane) {
-      std::int32_t* to = (merged.*rows).data() + begin[lane];
-      const std::int32_t* const positions = plan->rows_.positions(lane).data();
-      for (const std::int32_t row : of_lane(lane)) *to++ = positions[row];
-    });
-  }
+    return begin;
+  };
+  const std::vector<std::size_t> misses = begins(&LanePlan::misses), absent = begins(&LanePlan::absent);
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+    const std::span<const std::int32_t> positions = plan->rows_.positions(lane);
+    const LanePlan& own = plan->parts_[lane].plan;
+    std::int32_t* to = merged.misses.data() + misses[lane];
+    for (const std::int32_t row : own.misses) *to++ = positions[row];
+    to = merged.absent.data() + absent[lane];
+    for (const std::int32_t row : own.absent) *to++ = positions[row];
+  });
 }
 
 PageVector<std::int32_t> Plan::Unplaced() const {

@@ -86,12 +86,13 @@ class RowMoves:
         for found in every:
             for positions, rows, source in found.pieces:
                 self.fast.copy_in(slots[positions], rows, source, found.codec)
-            if found.promoted is not None:
-                self.fast.rows.copy_rows(slots[found.here], found.promoted.rows, found.promoted.slots)
-            if found.dirty is not None:
-                self.fast.native.set_dirty(slots[found.here], found.dirty)
             if found.pieces or found.promoted is not None:
-                slots, keys = slots[~found.here], keys[~found.here]
+                at, left = np.flatnonzero(found.here), np.flatnonzero(~found.here)  # faster than by flags
+                if found.promoted is not None:
+                    self.fast.rows.copy_rows(slots[at], found.promoted.rows, found.promoted.slots)
+                if found.dirty is not None:
+                    self.fast.native.set_dirty(slots[at], found.dirty)
+                slots, keys = slots[left], keys[left]
         if len(keys):
             self.layout.initialise(self.fast.rows, slots, keys)
 

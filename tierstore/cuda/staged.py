@@ -35,13 +35,8 @@ class HotRows:
     """
 
     def __init__(self, csr_start: NDArray[np.int32]) -> None:
-        counts = np.diff(csr_start)
-        rows = np.flatnonzero(counts > LONG_POSITIONS)
-        is_hot = counts[rows] > REDUCE_POSITIONS
-        hot, long = rows[is_hot], rows[~is_hot]
-        pieces = np.cumsum(-(-counts[hot] // REDUCE_POSITIONS))
-        self.rows = np.concatenate([hot, [len(counts)], long]).astype(np.int32)
-        self.first_piece = np.append(0, pieces).astype(np.int32)
+        hot, long, self.first_piece = _core.long_rows(csr_start, LONG_POSITIONS, REDUCE_POSITIONS)
+        self.rows = np.concatenate([hot, np.array([len(csr_start) - 1], np.int32), long])
         self.count, self.num_long, self.pieces = len(hot), len(long), int(self.first_piece[-1])
 
 
