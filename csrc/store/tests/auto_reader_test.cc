@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "common/tests/check.h"
 #include "io/aligned_buffer.h"
 #include "io/env.h"
-#include "store/tests/check.h"
 
 using namespace tierstore;
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "store/tests/check.h"
+#include "common/tests/check.h"
 
 using namespace tierstore;
 

@@ -13,12 +13,12 @@
 
 #include "common/crc32c.h"
 #include "common/key.h"
+#include "common/tests/check.h"
 #include "io/errors.h"
 #include "io/memory_env.h"
 #include "store/errors.h"
 #include "store/read_cost.h"
 #include "store/store.h"
-#include "store/tests/check.h"
 #include "store/verify.h"
 
 using namespace tierstore;

@@ -1,7 +1,7 @@
 // GainCount with segments that compaction copies at once, in two parts, or in part only. Fails by abort.
 #include "store/gain.h"
 
-#include "store/tests/check.h"
+#include "common/tests/check.h"
 
 using namespace tierstore;
 

@@ -11,8 +11,8 @@
 #include <unordered_map>
 
 #include "common/huge_pages.h"
+#include "common/tests/check.h"
 #include "common/thread_pool.h"
-#include "store/tests/check.h"
 
 using tierstore::Location;
 using tierstore::TableIndex;

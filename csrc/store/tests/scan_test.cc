@@ -11,10 +11,10 @@
 #include <thread>
 
 #include "common/key.h"
+#include "common/tests/check.h"
 #include "io/memory_env.h"
 #include "store/errors.h"
 #include "store/store.h"
-#include "store/tests/check.h"
 
 using namespace tierstore;
 

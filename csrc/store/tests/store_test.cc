@@ -13,11 +13,11 @@
 #include <thread>
 
 #include "common/key.h"
+#include "common/tests/check.h"
 #include "io/errors.h"
 #include "io/fault_env.h"
 #include "io/memory_env.h"
 #include "store/errors.h"
-#include "store/tests/check.h"
 
 using namespace tierstore;
 

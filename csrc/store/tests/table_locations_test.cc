@@ -10,7 +10,7 @@
 #include <random>
 #include <unordered_map>
 
-#include "store/tests/check.h"
+#include "common/tests/check.h"
 
 using namespace tierstore;
 
