@@ -13,11 +13,31 @@
 #include <vector>
 
 #include "common/float_mode.h"
+#include "common/spin.h"
 
 namespace tierstore {
 namespace {
 
 using Body = std::function<void(std::int64_t, std::int64_t)>;
+
+// Returns the number of CPUs that the calling thread may run on.
+int Cpus() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                     : static_cast<int>(std::thread::hardware_concurrency());
+}
+
+std::atomic<int>& ThreadCount() {
+  static std::atomic<int> count{std::clamp(Cpus(), 1, 16)};
+  return count;
+}
+
+std::atomic<int>& SpinningCount() {
+  static std::atomic<int> count{SpinningThreads(Cpus())};
+  return count;
+}
+
+bool MaySpin() { return SpinningCount().load(std::memory_order_relaxed) > 0; }
 
 // A loop lives on its caller's stack, so a worker uses the loop only while `active` counts that worker.
 struct Loop {
@@ -30,29 +50,43 @@ struct Loop {
   int max_helpers;
   FloatMode float_mode = CurrentFloatMode();  // the caller's
   std::atomic<std::int64_t> next;
-  // Guarded by ThreadPool::mutex_.
-  int active = 0;
-  std::exception_ptr error;
-  std::condition_variable idle;
+  // The workers that help. Only raised with ThreadPool::mutex_; a worker leaves without it, so that the
+  // caller need not wait until the worker gets the mutex.
+  std::atomic<int> active{0};
+  std::exception_ptr error;  // guarded by ThreadPool::mutex_ while there are helpers
 
-  bool Exhausted() const { return next.load(std::memory_order_relaxed) >= end; }
+  // Returns how many more helpers could get a piece. Once this is 0 because no piece is left, it stays 0.
+  int Wanted() const {
+    const std::int64_t left = end - next.load(std::memory_order_relaxed);
+    if (left <= 0) return 0;
+    const std::int64_t seats = max_helpers - active.load(std::memory_order_relaxed);
+    return static_cast<int>(std::min((left - 1) / grain + 1, seats));
+  }
 };
 
+// A worker sleeps, spins or helps; between these it looks for a loop, with the mutex.
+//
+// Whoever adds a loop wakes one worker, and each worker that looks wakes two more while loops want more
+// helpers than are on their way. So a caller pays for one wake-up at most, all workers are awake after a few
+// steps, and most stay asleep when the loop is over before. Nobody wakes workers while others spin: these see
+// a new loop at once, and the last of them wakes more. No wake-up is lost, since a worker that was spinning
+// or woken looks once it is no longer counted as such: it helps, or finds that no loop wants help.
 class ThreadPool {
  public:
   void Run(Loop& loop) {
-    const std::int64_t pieces = (loop.end - loop.next.load() + loop.grain - 1) / loop.grain;
-    const int helpers = static_cast<int>(std::min<std::int64_t>(loop.max_helpers, pieces - 1));
-    {
-      std::lock_guard lock(mutex_);
-      StartUpTo(loop.max_helpers);
-      loops_.push_back(&loop);
-    }
-    for (int i = 0; i < helpers; ++i) work_.notify_one();
+    std::unique_lock lock(mutex_, std::defer_lock);
+    Lock(lock);
+    StartUpTo(loop.max_helpers);
+    loops_.push_back(&loop);
+    added_.fetch_add(1, std::memory_order_relaxed);
+    const int woken = ChooseSleeping(1, 0);
+    lock.unlock();
+    Notify(woken);
     Work(loop);
-    std::unique_lock lock(mutex_);
-    loops_.erase(std::find(loops_.begin(), loops_.end(), &loop));
-    loop.idle.wait(lock, [&] { return loop.active == 0; });
+    Lock(lock);
+    loops_.erase(std::find(loops_.begin(), loops_.end(), &loop));  // no worker joins from here on
+    lock.unlock();
+    WaitForHelpers(loop);
     if (loop.error) std::rethrow_exception(loop.error);
   }
 
@@ -62,6 +96,17 @@ class ThreadPool {
   }
 
  private:
+  // The mutex is held for a fraction of a microsecond, in which a thread that sleeps until it gets the mutex
+  // would not even have fallen asleep.
+  void Lock(std::unique_lock<std::mutex>& lock) {
+    constexpr int kTries = 50;
+    for (int i = 0; MaySpin() && i < kTries; ++i) {
+      if (lock.try_lock()) return;
+      Pause();
+    }
+    lock.lock();
+  }
+
   // With mutex_.
   void StartUpTo(int workers) {
     while (started_ < workers) {
@@ -71,28 +116,98 @@ class ThreadPool {
   }
 
   void Serve() {
+    bool has_helped = false;
     std::unique_lock lock(mutex_);
     for (;;) {
-      Loop* loop = nullptr;
-      work_.wait(lock, [&] { return (loop = LeastServed()) != nullptr; });
-      ++loop->active;
-      lock.unlock();
-      {
-        const ScopedFloatMode mode(loop->float_mode);
-        Work(*loop);
+      // Others are woken before this worker joins a loop, whose caller has to wait for those that joined.
+      if (const int woken = ChooseSleeping(2, 1); woken > 0) {
+        lock.unlock();
+        Notify(woken);
+        Lock(lock);
       }
-      lock.lock();
-      if (--loop->active == 0) loop->idle.notify_all();
+      if (Loop* loop = LeastServed()) {
+        loop->active.fetch_add(1, std::memory_order_relaxed);
+        lock.unlock();
+        Help(*loop);
+        has_helped = true;
+        Lock(lock);
+      } else if (!has_helped || !SpinForLoop(lock)) {
+        // A worker that came too late to help does not spin: where CPUs are busy, most come too late.
+        Sleep(lock);
+        has_helped = false;
+      }
     }
   }
 
+  void Help(Loop& loop) {
+    {
+      const ScopedFloatMode mode(loop.float_mode);
+      Work(loop);
+    }
+    if (loop.active.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    // The caller may have returned by now, so the loop may be gone. A caller that sleeps has been counted
+    // before it looked at `active` for the last time, with the mutex.
+    std::unique_lock lock(mutex_, std::defer_lock);
+    Lock(lock);
+    const bool is_waited_for = waiting_ > 0;
+    lock.unlock();
+    if (is_waited_for) idle_.notify_all();
+  }
+
+  void WaitForHelpers(const Loop& loop) {
+    const auto idle = [&] { return loop.active.load(std::memory_order_acquire) == 0; };
+    if (idle() || (MaySpin() && SpinUntil(idle))) return;
+    std::unique_lock lock(mutex_);
+    ++waiting_;
+    idle_.wait(lock, idle);
+    --waiting_;
+  }
+
+  // With mutex_.
   Loop* LeastServed() {
     Loop* best = nullptr;
     for (Loop* loop : loops_) {
-      if (loop->active >= loop->max_helpers || loop->Exhausted()) continue;
-      if (best == nullptr || loop->active < best->active) best = loop;
+      if (loop->Wanted() > 0 && (best == nullptr || loop->active < best->active)) best = loop;
     }
     return best;
+  }
+
+  // With mutex_. Returns how many sleeping workers, `most` or fewer, are to be notified, after the mutex has
+  // been released. `looking` is 1 if the calling thread is going to help.
+  int ChooseSleeping(int most, int looking) {
+    if (sleeping_ == 0 || spinning_ > 0) return 0;
+    int wanted = -woken_ - looking;
+    for (const Loop* loop : loops_) wanted += loop->Wanted();
+    const int chosen = std::clamp(wanted, 0, std::min(most, sleeping_));
+    sleeping_ -= chosen;
+    woken_ += chosen;
+    return chosen;
+  }
+
+  void Notify(int workers) {
+    for (int i = 0; i < workers; ++i) work_.notify_one();
+  }
+
+  // With mutex_, which is released meanwhile. A worker that falls asleep may take the place of one that was
+  // woken: no loop wants help, so it does not matter which of the two looks again.
+  void Sleep(std::unique_lock<std::mutex>& lock) {
+    ++sleeping_;
+    work_.wait(lock, [&] { return woken_ > 0; });
+    --woken_;
+  }
+
+  // With mutex_, which is released meanwhile. Returns whether a loop was added. If not, the worker need not
+  // look again: a loop that wants no more helpers never wants one later.
+  bool SpinForLoop(std::unique_lock<std::mutex>& lock) {
+    if (spinning_ >= SpinningCount().load(std::memory_order_relaxed)) return false;
+    const std::uint64_t before = added_.load(std::memory_order_relaxed);
+    const auto is_added = [&] { return added_.load(std::memory_order_relaxed) != before; };
+    ++spinning_;
+    lock.unlock();
+    SpinUntil(is_added);
+    Lock(lock);
+    --spinning_;
+    return is_added();
   }
 
   void Work(Loop& loop) {
@@ -110,10 +225,18 @@ class ThreadPool {
   }
 
   std::mutex mutex_;
-  std::condition_variable work_;
+  std::condition_variable work_;  // a worker is woken
+  std::condition_variable idle_;  // a loop has no helpers
   // Guarded by mutex_.
   std::vector<Loop*> loops_;
   int started_ = 0;
+  int sleeping_ = 0;  // workers that sleep and are not woken
+  int woken_ = 0;     // workers that sleep and have to wake up
+  int spinning_ = 0;
+  int waiting_ = 0;  // callers that sleep until their helpers have finished
+  // The number of loops so far, raised with mutex_. Spinning workers read it all the time, so it has a cache
+  // line of its own.
+  alignas(64) std::atomic<std::uint64_t> added_{0};
 };
 
 std::atomic<ThreadPool*> g_pool{nullptr};
@@ -135,19 +258,6 @@ ThreadPool& Pool() {
   return *pool;
 }
 
-int DefaultThreads() {
-  cpu_set_t set;
-  const int cpus = sched_getaffinity(0, sizeof set, &set) == 0
-                       ? CPU_COUNT(&set)
-                       : static_cast<int>(std::thread::hardware_concurrency());
-  return std::clamp(cpus, 1, 16);
-}
-
-std::atomic<int>& ThreadCount() {
-  static std::atomic<int> count{DefaultThreads()};
-  return count;
-}
-
 }  // namespace
 
 int NumThreads() { return ThreadCount().load(); }
@@ -158,6 +268,10 @@ void SetNumThreads(int n) {
     pool->Start(n - 1);  // the next loop may be of a thread that gives way
   ThreadCount().store(n);
 }
+
+int SpinningThreads(int cpus) { return cpus <= 4 ? 0 : cpus / 2; }
+
+void SetSpinningThreads(int n) { SpinningCount().store(n); }
 
 void StartThreads() { Pool().Start(NumThreads() - 1); }
 

@@ -3,6 +3,10 @@
 // The calling thread takes part in its own loop, so a loop never waits for a free worker, loops may run
 // at the same time from several threads, and a loop may start another one. The pool starts its threads on
 // first use and again, lazily, in a forked child; a thread has the niceness of the thread that started it.
+//
+// A loop that is over soon costs its caller little, however many threads there are: the caller wakes one
+// thread at most, and threads that come to help wake others. Where there are many CPUs, some threads spin for
+// a moment after a loop, so that the next one finds them awake.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +29,11 @@ void SetNumThreads(int n);
 
 // Starts the threads that loops may use now, so that they have the caller's niceness.
 void StartThreads();
+
+// Returns how many threads of the pool may spin at a time in a process that may run on so many CPUs. At least
+// half of the CPUs are left to other threads, and few CPUs are all left to them.
+int SpinningThreads(int cpus);
+// Sets that number, in place of the one for this process's CPUs. Only tests and measurements need this.
+void SetSpinningThreads(int n);
 
 }  // namespace tierstore
