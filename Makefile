@@ -3,7 +3,7 @@
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make docs     build the documents as a site in build/site, warnings as errors
 # make wheel    build the wheel in an isolated environment, without torch
-# make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
+# make sanitize    the native tests of the store and the thread pool, and fuzzing, under ASan, UBSan and TSan
 # make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
 #                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 5,000)
 # make gpu-build, gpu-check, gpu-bench    on a machine with a GPU and without a network, with the packages of PYTHON:
@@ -69,7 +69,7 @@ docs: $(TESTABLE)
 wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
-# Plain programs, so that nothing but the store is instrumented.
+# Plain programs, so that nothing but the store and what it uses is instrumented.
 SANITIZED := $(addprefix csrc/common/,crc32c.cc float_mode.cc fork.cc huge_pages.cc key.cc page_allocator.cc \
   thread_pool.cc) \
   $(wildcard csrc/io/*.cc csrc/store/*.cc)
@@ -92,13 +92,18 @@ $(SANITIZE_OUT)/$(1)/%.o: csrc/%.cc $(filter %.h,$(CSRC))
 $(SANITIZE_OUT)/%-$(1): $(SANITIZE_OUT)/$(1)/store/tests/%.o $(SANITIZED:csrc/%.cc=$(SANITIZE_OUT)/$(1)/%.o)
 	$(CXX) $(FLAGS_$(1)) -pthread $$^ -o $$@
 
+$(SANITIZE_OUT)/%-$(1): $(SANITIZE_OUT)/$(1)/common/tests/%.o $(SANITIZED:csrc/%.cc=$(SANITIZE_OUT)/$(1)/%.o)
+	$(CXX) $(FLAGS_$(1)) -pthread $$^ -o $$@
+
 .PRECIOUS: $(SANITIZE_OUT)/$(1)/%.o
 endef
 $(foreach kind,$(SANITIZERS),$(eval $(call sanitizer,$(kind))))
 
 sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address auto_reader_test-address gain_test-address \
   index_test-address index_test-small table_locations_test-address store_test-address scan_test-address \
-  fuzz_formats-fuzzed store_test-thread scan_test-thread)
+  fuzz_formats-fuzzed store_test-thread scan_test-thread thread_pool_test-address thread_pool_test-thread)
+	$(SANITIZE_OUT)/thread_pool_test-address 50
+	$(SANITIZE_OUT)/thread_pool_test-thread 20
 	$(SANITIZE_OUT)/config_test-address
 	@mkdir -p $(SANITIZE_OUT)/stores
 	$(SANITIZE_OUT)/auto_reader_test-address $(SANITIZE_OUT)/stores
