@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
@@ -32,8 +33,14 @@ std::atomic<int>& ThreadCount() {
   return count;
 }
 
+// Returns how many ranks of a training share the CPUs, as torchrun says.
+int RanksHere() {
+  const char* const ranks = std::getenv("LOCAL_WORLD_SIZE");
+  return ranks == nullptr ? 1 : std::max(1, std::atoi(ranks));
+}
+
 std::atomic<int>& SpinningCount() {
-  static std::atomic<int> count{SpinningThreads(Cpus())};
+  static std::atomic<int> count{SpinningThreads(Cpus() / RanksHere())};
   return count;
 }
 
