@@ -72,26 +72,26 @@ def planning(setting: Setting) -> Figures:
 
 OPENING = "open"
 PARTS = {
-    OPENING: Part("the GPU, its kernels compiled, tables that fit", 40, _of_sizes(opening)),
-    "bits": Part("lookups and updates against the CPU's bits", 30, _of_sizes(bits), checks=2 * REPEAT),
+    OPENING: Part("the GPU, its kernels compiled, tables that fit", 30, _of_sizes(opening)),
+    "bits": Part("lookups and updates against the CPU's bits", 25, _of_sizes(bits), checks=2 * REPEAT),
     "kernels": Part("gather, pooled lookup and update against a copy", 25, _of_sizes(kernels)),
     "link": Part("rows between hbm and uvm against the link", 25, _of_sizes(link)),
-    "batches": Part("batches for the trainings", 45, make_batches),
+    "batches": Part("batches for the trainings", 40, make_batches),
     "lookups": Part("lookups made by the GPU and by the host", 15, made_lookups, trains=True),
-    "hbm": Part("training with all rows in hbm", 45, train_in_hbm, trains=True),
-    "uvm": Part("training at 37 times its hbm, with uvm", 60, partial(train, "uvm"), trains=True),
-    "planning": Part("plans on the host by threads", 25, planning, trains=True),
+    "hbm": Part("training with all rows in hbm", 40, train_in_hbm, trains=True),
+    "uvm": Part("training at 37 times its hbm, with uvm", 55, partial(train, "uvm"), trains=True),
+    "planning": Part("plans on the host by threads", 30, planning, trains=True),
     "uvm_ssd": Part(
-        "training at 37 times its hbm, with uvm and a store", 75, partial(train, "uvm_ssd"), trains=True
+        "training at 37 times its hbm, with uvm and a store", 65, partial(train, "uvm_ssd"), trains=True
     ),
-    "live": Part("moves beside what computes; hits against the simulator's", 45, live, trains=True),
-    "embedding_bag": Part("nn.EmbeddingBag on the GPU", 25, partial(train, "embedding_bag"), trains=True),
-    "fbgemm": Part("fbgemm's TBE on the GPU", 25, partial(train, "fbgemm"), trains=True),
+    "live": Part("moves beside what computes; hits against the simulator's", 35, live, trains=True),
+    "embedding_bag": Part("nn.EmbeddingBag on the GPU", 20, partial(train, "embedding_bag"), trains=True),
+    "fbgemm": Part("fbgemm's TBE on the GPU", 20, partial(train, "fbgemm"), trains=True),
     "fbgemm_uvm": Part(
-        "fbgemm's TBE with a cache of managed memory", 30, partial(train, "fbgemm_uvm"), trains=True
+        "fbgemm's TBE with a cache of managed memory", 20, partial(train, "fbgemm_uvm"), trains=True
     ),
     "embedding_bag_host": Part(
-        "nn.EmbeddingBag on the host", 35, partial(train, "embedding_bag_host"), trains=True
+        "nn.EmbeddingBag on the host", 20, partial(train, "embedding_bag_host"), trains=True
     ),
 }
 
