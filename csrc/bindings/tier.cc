@@ -113,14 +113,12 @@ void BindPlan(py::module_& m) {
       .def_property_readonly("absent", PlanView<&LanePlan::absent>())
       .def_property_readonly("victims",
                              [](const Plan& plan) { return DepartureArrays(plan.whole().victims); })
-      .def(
-          "count", &CountPlan, py::arg("missing"), py::arg("starts"), py::arg("here"), py::arg("tables"),
-          "Count the rows of a plan that lower tiers were asked for. missing (uint64): keys of the absent "
-          "rows. starts (int32): where the positions of each row begin, and their end. here (bool): for each "
-          "lower tier, which of the rows it has that no tier above it has. Returns the positions of rows "
-          "that "
-          "missed, and of each lower tier (rows asked for, rows found, positions of both), and of its tables "
-          "the rows asked for and found.");
+      .def("count", &CountPlan, py::arg("missing"), py::arg("starts"), py::arg("here"), py::arg("tables"),
+           "Count the rows of a plan that lower tiers were asked for. missing (uint64): keys of the absent "
+           "rows. starts (int32): where the positions of each row begin, and their end. here (bool): of each "
+           "lower tier, which rows it has that no tier above it has. Returns the positions of the misses, "
+           "and of each lower tier (rows asked for, rows found, positions of both), and of its tables the "
+           "rows asked for and the rows found.");
 }
 
 void BindShare(py::module_& m) {
