@@ -173,8 +173,8 @@ def what_does_not_fit_is_refused(folder: Path, device: str) -> None:
         step(module, 0)
 
 
-def memory_comes_back(_: Path, device: str) -> None:
-    """What tables took of the GPU is free after ``close()``."""
+def memory_comes_back(device: str) -> None:
+    """What tables took of the GPU is free after ``close()``. No other process may use the GPU meanwhile."""
     ids = 1 << 17 if torch.cuda.device_count() else IDS_OF_FAKE_GPU
     with bag(device) as module:
         device_of_rows = module.engine.device
@@ -212,7 +212,7 @@ RUNS: dict[str, Callable[[Path, str], None]] = {
     run.__name__.replace("_", " "): run
     for run in (
         a_checkpoint_is_restored, a_forked_child_leaves_the_tables_alone, two_modules_take_turns,
-        wrong_ids_are_named_before_anything_changes, what_does_not_fit_is_refused, memory_comes_back,
+        wrong_ids_are_named_before_anything_changes, what_does_not_fit_is_refused,
         a_sharded_model_of_one_rank_trains,
     )
 }  # fmt: skip

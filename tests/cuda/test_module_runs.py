@@ -19,6 +19,7 @@ from tests.cuda.module_runs import (
     RUNS,
     a_captured_graph_is_refused,
     growth_beyond_the_gpu_keeps_the_rows,
+    memory_comes_back,
     optimizer_run,
     pipeline_losses,
 )
@@ -49,11 +50,17 @@ def test_every_optimizer_rounds_as_the_host(name: str, dtype: str, random: bool)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run(run: str, order: str, tmp_path: Path) -> None:
     devices = 2 if "two" in run else 1  # the end of one device waits for the other's work, too
+    with fake_torch(order, seed=4, devices=devices):
+        RUNS[run](tmp_path, "cuda:0")
+
+
+@pytest.mark.parametrize("order", ["lazy", "random"])
+def test_memory_comes_back_when_tables_are_closed(order: str) -> None:
     with (
-        fake_torch(order, seed=4, devices=devices),
+        fake_torch(order, seed=4),
         mock.patch.object(lookups, "MAKES_FROM", IDS_OF_FAKE_GPU // 2),  # the large lookup is the GPU's
     ):
-        RUNS[run](tmp_path, "cuda:0")
+        memory_comes_back("cuda:0")
 
 
 def test_growth_beyond_the_gpu_is_named_and_keeps_the_rows() -> None:

@@ -22,6 +22,7 @@ from tests.cuda.module_runs import (
     a_captured_graph_is_refused,
     bag,
     growth_beyond_the_gpu_keeps_the_rows,
+    memory_comes_back,
     optimizer_run,
     pipeline_losses,
 )
@@ -84,6 +85,10 @@ def test_a_side_stream_may_be_current(prefetch: bool) -> None:
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run(run: str, tmp_path: Path) -> None:
     RUNS[run](tmp_path, GPU)
+
+
+def test_memory_comes_back_when_tables_are_closed() -> None:
+    memory_comes_back(GPU)
 
 
 def test_growth_beyond_the_gpu_is_named_and_keeps_the_rows() -> None:
