@@ -103,6 +103,45 @@ def test_checks_run_beside_one_another(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(found)[-1] == "t::whole"
 
 
+def test_the_longest_begin_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def outcome(command: list[str], seconds: float, said: Path) -> str:
+        begun.append(command[-1])
+        return "1 passed"
+
+    monkeypatch.setattr(check_gpu, "_outcome", outcome)
+    check_gpu.run(check_gpu.checks(), tmp_path, 1, [])
+    functions = [name.partition("::")[2] for name in begun]
+    longest, alone = check_gpu.LONGEST_FIRST, check_gpu.ALONE
+    assert functions[: len(longest)] == list(longest)
+    assert set(functions[-len(alone) :]) == set(alone)
+    assert sorted(begun) == sorted(check_gpu.checks())
+
+
+@pytest.mark.parametrize("whole", [["t::whole"], []])
+def test_those_that_need_the_whole_gpu_have_time_left(
+    whole: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever hangs before them; without them the others get their time."""
+    now, given = [0.0], {}
+
+    def outcome(command: list[str], seconds: float, said: Path) -> str:
+        given[command[-1]] = seconds
+        now[0] += seconds
+        return f"not done after {seconds:.0f} s"
+
+    monkeypatch.setattr(check_gpu, "_outcome", outcome)
+    monkeypatch.setattr(check_gpu, "ALONE", ("whole",))
+    monkeypatch.setattr(check_gpu.time, "monotonic", lambda: now[0])
+    found = check_gpu.run([*whole, *(f"t::{number}" for number in range(20))], tmp_path, 9, [])
+    hang = sum(seconds for name, seconds in given.items() if name != "t::whole")
+    assert hang == pytest.approx(9 * 60 * (0.85 if whole else 1))
+    assert found["t::19"] == "not begun: no time was left"
+    if whole:
+        assert given["t::whole"] == 30
+
+
 def test_those_that_hang_leave_time_for_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nine minutes are enough for some check of every file, whichever hang."""
     given: list[float] = []
