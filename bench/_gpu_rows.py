@@ -16,7 +16,7 @@ from ._gpu_sizes import Figures, Sizes, fitting
 
 REPEAT = 10
 _IDS_PER_BAG = 20
-_OPTIMIZER = RowWiseAdagrad(lr=0.01)
+OPTIMIZER = RowWiseAdagrad(lr=0.01)
 _AHEAD_CYCLES = 1_000_000_000  # some 0.5 s, in which the host gives all calls of a round
 
 
@@ -150,7 +150,7 @@ def bits(sizes: Sizes) -> Figures:
             start, positions = build_csr(inverse, n)
             update = UpdateArgs(
                 dim=sizes.dim, slots=slots, csr_start=start, csr_positions=positions,
-                step=_OPTIMIZER.step_args(),
+                step=OPTIMIZER.step_args(),
             )  # fmt: skip
             arena.rows.update_rows(update, out.data_ptr(), sizes.dim)
             twin.update_rows(update, expected.data_ptr(), sizes.dim)
@@ -197,7 +197,7 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
         whole = LookupArgs(dim=dim, slots=slots, inverse=inverse[: n // _IDS_PER_BAG * _IDS_PER_BAG])
         start, positions = build_csr(inverse, n)
         update = UpdateArgs(
-            dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=_OPTIMIZER.step_args()
+            dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=OPTIMIZER.step_args()
         )
         finish, size = arena.device.synchronize, 4 * dim * n
         at, pooled_at = out.data_ptr(), pooled.data_ptr()

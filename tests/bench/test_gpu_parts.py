@@ -18,6 +18,8 @@ import torch
 from bench import _gpu_live, _gpu_lookups, _gpu_parts, _gpu_rows, _gpu_systems, _gpu_training
 from bench._gpu_sizes import Figures, Setting, Sizes, cardinalities, fitting
 from tests.cuda.fake_torch import fake_torch
+from tests.cuda.loaded_parts import loaded_parts
+from tests.cuda.parts_of_checks import parts_of_bench
 from tierstore.cuda import lookups
 from tierstore.data import Batch
 
@@ -62,8 +64,10 @@ class Ticking:
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """What benchmarks use of torch.cuda beside what modules do."""
+    """What benchmarks use of torch.cuda beside what modules do; no parts of the kernels but those that are
+    brought to a GPU."""
     with (
+        loaded_parts() as loaded,
         fake_torch("random", seed=2),
         mock.patch.object(torch.cuda, "synchronize", Ticking.synchronize_all),
         mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"),
@@ -75,6 +79,7 @@ def fake_cuda() -> Iterator[None]:
         mock.patch.object(_gpu_training, "copies", return_value=CEILINGS),
     ):
         yield
+    assert loaded <= set(parts_of_bench(SIZES)), "make gpu-pack does not compile these"
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from tests.cuda.compiled import shared_library
 from tests.cuda.fake import fake_gpu
 from tierstore._core import HostRows
+from tierstore.cache.device import ComputedRows
 from tierstore.cuda import rows
 from tierstore.cuda.cubins import CubinCache
 from tierstore.cuda.device import CudaDevice, Libraries
@@ -38,6 +39,11 @@ class FakeDevice(CudaDevice):
         usual = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
         super().__init__(*options, libraries=libraries or usual, **more)
         self._shared: list[np.ndarray] = []
+        self.computed: set[ComputedRows] = set()
+
+    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+        self.computed |= set(rows)
+        super().prepare(rows)
 
     def share(self, array: np.ndarray) -> int:
         """Let kernels access the array until the device is closed; return its address."""

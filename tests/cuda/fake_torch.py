@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_device import FakeDevice, checked_views
+from tests.cuda.loaded_parts import loaded_parts, parts_of_tables
 from tierstore.cuda import rows
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.streams import Stream
@@ -327,6 +328,7 @@ def fake_torch(
         return opened[-1]
 
     with (
+        loaded_parts() as loaded,
         checked_views(),
         _addresses_of_gpu_tensors(),
         mock.patch.object(gradient_hooks, "brought", _brought),
@@ -353,5 +355,8 @@ def fake_torch(
             if alive != (0, 0) or gpu.failed:
                 gpu.forget()
     assert wrong == []
+    computed = set().union(*(device.computed for device in opened))
+    if computed:  # else no table was opened, only rows
+        assert loaded <= set(parts_of_tables(computed)), "make gpu-pack would not compile these"
     assert leaks or alive == (0, 0)
     assert devices > 1 or gpu.counts["whole_waits"] == 0  # of all devices together, here

@@ -22,6 +22,7 @@ from tierstore.cuda.uvm import UvmRows
 
 KINDS = ["pinned", "managed"]
 ROW, SLOTS, DIM = 144, 40, 32  # the GPU cuts such rows; those of uvm and on their way are whole
+COMPUTED = DIM, "fp32", 1  # columns, dtype and kind of step of the rows that `Hierarchy` updates
 PAGE = 2 << 20
 
 
@@ -70,7 +71,7 @@ class Hierarchy:
         grad = self.random.standard_normal((len(slots), DIM)).astype(np.float32)
         args = core.UpdateArgs(
             dim=DIM, slots=slots, csr_start=start, csr_positions=positions,
-            step=core.OptimizerStep(kind=1, lr=0.1, eps=1e-8),
+            step=core.OptimizerStep(kind=COMPUTED[2], lr=0.1, eps=1e-8),
         )  # fmt: skip
         self.hbm.update_rows(args, self.device.share(grad), DIM)
         self.host_hbm.update_rows(args, grad.ctypes.data, DIM)
