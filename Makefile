@@ -8,6 +8,8 @@
 #                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 5,000)
 # make gpu-build, gpu-check, gpu-bench    on a machine with a GPU and without a network, with the packages of PYTHON:
 #                  docs/how-to/gpu.md
+# make gpu-pack    what these would compile, into gpu-pack/, on a machine without a GPU: the core for GPU_PYTHON, and the
+#                  kernels for GPU_ARCH by the release GPU_NVRTC of NVRTC
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -32,7 +34,7 @@ TESTABLE := $(VENV)/testable-torch-$(TORCH)
 # Python keeps what it compiled, whatever the environment says: hundreds of tests start an interpreter.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: gpu-build gpu-check gpu-bench
+.PHONY: gpu-pack gpu-build gpu-check gpu-bench
 .PHONY: demo test lint format docs wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
 .DELETE_ON_ERROR:
 
@@ -135,13 +137,36 @@ crash-kills: $(TESTABLE)
 crash-attack: $(TESTABLE)
 	TIERSTORE_ATTACK_STEPS=200000 $(PATIENT) tests/attack
 
+# On a machine without a GPU: what the targets below would have to compile. The core is compiled in a copy of the
+# source, so that the one of .venv stays, by the Python that the machine with the GPU has.
+GPU_PYTHON ?= python3.12
+GPU_ARCH ?= 90
+GPU_NVRTC ?= 13.0.88
+PACKING := build/gpu-pack
+gpu-pack: $(TESTABLE)
+	rm -rf gpu-pack $(PACKING)/source $(PACKING)/venv $(PACKING)/core $(PACKING)/nvrtc
+	mkdir -p gpu-pack $(PACKING)/source $(PACKING)/objects
+	cp -pr setup.py pyproject.toml README.md LICENSE csrc tierstore cache_policies bench $(PACKING)/source
+	ln -s ../objects $(PACKING)/source/build
+	$(GPU_PYTHON) -m venv $(PACKING)/venv
+	$(PACKING)/venv/bin/python -m pip --disable-pip-version-check install --quiet "setuptools>=77" "pybind11>=3.0"
+	cd $(PACKING)/source && TIERSTORE_CORE= TIERSTORE_BUILD_JOBS=$$(nproc) ../venv/bin/python setup.py --quiet \
+	  build_ext --build-lib ../core
+	cp $(PACKING)/core/tierstore/_core*.so gpu-pack
+	$(PIP) install --quiet --no-deps --target $(PACKING)/nvrtc nvidia-cuda-nvrtc==$(GPU_NVRTC)
+	$(BIN)/python -m tests.cuda.pack compile --arch $(GPU_ARCH) --nvrtc $(PACKING)/nvrtc
+	@du -sh gpu-pack
+	@echo "Copy gpu-pack into the checkout on the machine with the GPU: make gpu-build uses it. By hand: gpu-pack/_core*.so"
+	@echo "goes to tierstore/, and gpu-pack/cubins/* to ~/.cache/tierstore/cubins (XDG_CACHE_HOME/tierstore/cubins if set)."
+
 # For a machine that is lent by the minute: nothing is downloaded, the packages are those that PYTHON has, and each
 # target ends within ten minutes, whatever hangs.
 GPU_OUT ?= gpu-out
 gpu-build:
 	$(PYTHON) -m tests.cuda.check_gpu --needs
-	TIERSTORE_BUILD_JOBS=$$(nproc) timeout -k 10 570 $(PYTHON) -m pip install --quiet --no-index --no-deps \
-	  --no-build-isolation --editable .
+	$(PYTHON) -m tests.cuda.pack install
+	TIERSTORE_CORE=$$($(PYTHON) -m tests.cuda.pack core) TIERSTORE_BUILD_JOBS=$$(nproc) timeout -k 10 570 \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 
 gpu-check:
 	timeout -k 10 580 $(PYTHON) -m tests.cuda.check_gpu --minutes 9 --out $(GPU_OUT)
@@ -151,7 +176,7 @@ gpu-bench:
 	timeout -k 10 580 $(PYTHON) -m tierstore.cli bench gpu --json $(GPU_OUT)/bench.json
 
 clean:
-	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-out gpu-pack *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f tierstore/_core*.so docs/reference/commands.md docs/reference/measurements.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

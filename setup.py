@@ -42,7 +42,15 @@ class BuildCore(build_ext):
             super().run()
 
     def build_extension(self, ext: Any) -> None:
-        """Compile the headers of the standard library first, with the flags of the files that use them."""
+        """Compile the headers of the standard library first, with the flags of the files that use them.
+
+        ``TIERSTORE_CORE`` names a core that was compiled elsewhere for this Python: it is copied instead.
+        """
+        if os.environ.get("TIERSTORE_CORE"):
+            built = Path(self.get_ext_fullpath(ext.name))
+            built.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(os.environ["TIERSTORE_CORE"], built)
+            return
         header = Path(self.build_temp, Path(STANDARD).name)
         compiled = header.with_suffix(".h.gch")
         if not compiled.exists() or is_older(str(compiled), STANDARD):

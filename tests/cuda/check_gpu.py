@@ -24,6 +24,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from tests.cuda import pack
+
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = {"rocksdict", "lmdb"}
 """Dependencies of engines that nothing else needs."""
@@ -68,8 +70,11 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
-def lacks(version_of: Callable[[str], str] = metadata.version) -> list[str]:
-    """Return what must be brought here, in words; nothing where the package can be built and checked."""
+def lacks(version_of: Callable[[str], str] = metadata.version, *, compiles: bool = True) -> list[str]:
+    """Return what must be brought here, in words; nothing where the package can be built and checked.
+
+    ``compiles``: no compiled core was brought.
+    """
     found = []
     for requirement in requirements():
         name, least = requirement.split(">=")
@@ -82,6 +87,8 @@ def lacks(version_of: Callable[[str], str] = metadata.version) -> list[str]:
             continue
         if _numbers(version) < _numbers(least):
             found.append(f"the Python package {name} is {version}; {requirement} is needed")
+    if not compiles:
+        return found
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         found.append(f"the headers of {sys.executable} are missing")
     if shutil.which(os.environ.get("CXX", "g++").split()[0]) is None:
@@ -189,15 +196,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="checks whose names have this text")
     parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"at a time (default: {JOBS})")
     given = parser.parse_args(arguments)
-    missing = lacks() or broken()
+    missing = lacks(compiles=pack.core() is None) or broken()
     for line in missing:
         print(line)
     if given.needs or missing:
         return 1 if missing else 0
     names = [name for name in checks() if given.only in name]
     pytest = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "--timeout-method=thread"]
+    before = pack.cached()
     outcomes = run(names, given.out, given.minutes, pytest, given.jobs)
     failed = [name for name, outcome in outcomes.items() if " passed" not in outcome or "FAILED" in outcome]
+    if compiled := pack.cached() - before:
+        print(f"{len(compiled)} parts of the kernels were compiled here, and stay in the user's cache")
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} functions passed; outputs are in {given.out}")
     return 1 if failed else 0
 

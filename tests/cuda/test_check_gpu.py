@@ -188,6 +188,12 @@ def test_what_is_missing_is_said() -> None:
     ]
 
 
+def test_a_core_that_was_brought_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert check_gpu.lacks(lambda name: "999")[-1] == "there is no C++ compiler"
+    assert check_gpu.lacks(lambda name: "999", compiles=False) == []
+
+
 def test_needs_are_said_without_any_package() -> None:
     """The runner begins before anything is installed."""
     done = subprocess.run(
