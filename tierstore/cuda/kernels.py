@@ -13,10 +13,9 @@ from tierstore.cuda.streams import Operation, Stream, Streams
 
 THREADS = 256  # of a block: what csrc/cuda/kernels.cu is compiled for
 _WARP = 32
-_BLOCKS_OF_MOVES = {Stream.UP: 16, Stream.DOWN: 4}
-"""A move leaves the other multiprocessors to the kernels that compute. Writes to the host would crowd out
-reads from it: on an H200, rows of 272 bytes in random order move at 53 GB/s in both directions at once, and
-at 41 with 16 blocks each. Up alone they move at 39 GB/s, and down alone at 29, or at 36 with 16 blocks."""
+_BLOCKS_OF_MOVES = 16
+"""A move leaves the other multiprocessors to the kernels that compute. Fewer blocks down than up, so that
+writes crowd out fewer reads, are slower: with 4, an H200 moved 32 GB/s both ways; an H100 46 with 16."""
 _MOST_BLOCKS = (1 << 31) - 1
 
 
@@ -81,7 +80,7 @@ class Kernels:
         """Return the native call that :meth:`launch` makes, or none for no threads."""
         if threads <= 0:
             return []
-        most = _BLOCKS_OF_MOVES.get(operation.stream, _MOST_BLOCKS)
+        most = _BLOCKS_OF_MOVES if operation.stream in (Stream.UP, Stream.DOWN) else _MOST_BLOCKS
         blocks = min(-(-threads // THREADS), most)
         pointers = (c_void_p * 1)(ctypes.addressof(args))
         pointers.kept = args  # type: ignore[attr-defined]  # which an array of addresses does not keep
