@@ -129,3 +129,26 @@ def test_lanes_plan_as_tiers_of_their_own(rows: int, threads: Callable[[int], No
         assert sorted(found) == sorted(victims)
         assert absent.tolist() == lacked
     assert sum(len(alone.native) for alone in own) == len(tier.native)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("n", [(1 << 13) - 1, 1 << 13, (1 << 13) + 1, 1 << 16])
+def test_many_slots_are_worked_on_as_few_are(n: int, lanes: int) -> None:
+    """From 8,192 slots on the interpreter's lock is free meanwhile, and threads share the work."""
+    tier = _core.Tier(lanes=[[_core.ShareConfig(slots=n)] for _ in range(lanes)], share_of=[0], grows=True)
+    keys, rng = make_keys(0, np.arange(n)), np.random.default_rng(n)
+    plan = tier.begin(keys, None, 0)
+    tier.prepare(False, plan)
+    tier.assign(keys, False, plan)
+    slots = plan.slots.copy()
+    assert sorted(tier.keys_of(slots).tolist()) == keys.tolist()
+    dirty = rng.integers(0, 2, n).astype(np.uint8)
+    tier.set_dirty(slots, dirty)
+    assert tier.dirty_of(slots).tolist() == dirty.tolist()
+    tier.mark_dirty(slots)
+    assert tier.dirty_of(slots).all()
+    for moves in tier.release(slots):
+        assert not len(moves)
+    tier.remove(slots)
+    assert len(tier) == 0
+    assert (tier.find(keys) == -1).all()
