@@ -102,7 +102,7 @@ CompileLongestFirst("TIERSTORE_BUILD_JOBS", needs_recompile=is_older).install()
 core = Pybind11Extension(
     "tierstore._core",
     sources(),
-    depends=HEADERS,
+    depends=[*HEADERS, *(str(path) for path in Path("csrc").rglob("*.cc"))],
     include_dirs=["csrc"],
     cxx_std=20,
     # Contraction to FMA differs between instruction sets, so it would break bit-exactness between the

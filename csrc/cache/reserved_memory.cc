@@ -15,6 +15,9 @@ namespace tierstore {
 namespace {
 // Smaller arrays gain little from huge pages, and there are many of them.
 constexpr std::size_t kHugeFrom = std::size_t{4} << 20;
+// From here on the last page is a huge page, too, though it is used in part: what it takes beyond what was
+// asked for is a small share. A page that fills up in small pieces would else stay in small pages forever.
+constexpr std::size_t kWholeFrom = std::size_t{8} << 20;
 constexpr std::size_t RoundDown(std::size_t bytes) { return bytes / kHugePageBytes * kHugePageBytes; }
 constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHugePageBytes - 1); }
 
@@ -55,8 +58,8 @@ void ReservedMemory::Commit(std::size_t bytes) {
       Refused("memory", accessible);
     committed_ = accessible;
   }
-  // The last page, which is used in part, is no huge page: it would take more memory than was asked for.
-  const std::size_t huge = std::min(RoundDown(bytes), reserved_);
+  // The last page of less memory is no huge page: it would take more memory than was asked for.
+  const std::size_t huge = std::min(bytes < kWholeFrom ? RoundDown(bytes) : RoundUp(bytes), reserved_);
   if (huge <= huge_ || huge < kHugeFrom) return;
   madvise(data_ + huge_, huge - huge_, MADV_HUGEPAGE);
   huge_ = huge;
