@@ -116,7 +116,11 @@ struct InitKernel {
     } else {
       Normal(bits, tables.first[table], tables.second[table], values);
     }
-    std::memcpy(out, values + skip, std::min<std::int64_t>(kColumns - skip, limit) * sizeof(float));
+    if (skip == 0 && limit >= kColumns) {
+      std::memcpy(out, values, sizeof values);  // of a size that the compiler knows
+    } else {
+      std::memcpy(out, values + skip, std::min<std::int64_t>(kColumns - skip, limit) * sizeof(float));
+    }
   }
 };
 

@@ -40,7 +40,7 @@ _PARTS = 64  # a round is read in at most so many parts, and more only where a p
 _MOST_AT_ONCE = 1 << 14  # rows of a part; a plan may have to wait for a part
 _EARLY = 1 / 8  # of a round: while the room allows, a round goes on so much before it is due
 _ROOMY = 1 / 8  # of the rows that may be here: so many must be free for that
-_LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
+_LEFT_TO_PLANS = 1 / 256  # of a round: a plan reads so little itself
 
 
 def bytes_per_row(row_bytes: int) -> float:
