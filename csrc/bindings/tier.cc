@@ -266,8 +266,9 @@ void BindTier(py::module_& m) {
           },
           py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
       .def_property_readonly("committed", &Tier::committed, "How many slots must have room for a row.")
-      .def("table_rows", &Tier::TableRows, Unlocked(),
-           "Return the number of rows of every table that are here.")
+      .def("table_rows", &Tier::TableRows,
+           "Return the number of rows of every table that are here, as they are counted.")
+      .def("dirty_rows", &Tier::DirtyRows, Unlocked(), "Return how many rows are dirty.")
       .def_property_readonly("capacity", &Tier::capacity)
       .def_property_readonly("lanes", &Tier::lanes)
       .def_property_readonly("overflow_in_use", &Tier::overflow_in_use)

@@ -25,6 +25,7 @@ const char* TierLane::Fault(const Share& share, std::int32_t number, std::int64_
 void TierLane::TakeVictim(std::int32_t slot, Departures* victims) {
   // The slot is empty, but the index finds the row until Assign: reads go on while the row is copied out.
   resident_[slot] = kEmpty;
+  CountRow(row_[slot].key, -1);
   victims->slots.push_back(slot);
   victims->keys.push_back(row_[slot].key);
   victims->dirty.push_back(dirty_[slot]);
@@ -80,6 +81,7 @@ Moves TierLane::Abort(LanePlan* plan) {
   std::vector<Uses> back(shares_.size());
   for (std::size_t i = 0; i < victims.slots.size(); ++i) {
     resident_[victims.slots[i]] = kRow;
+    CountRow(victims.keys[i], 1);
     const std::size_t s = ShareOf(victims.keys[i]);
     back[s].Add(static_cast<std::int32_t>(victims.slots[i] - shares_[s].begin), victims.keys[i],
                 victims.next_use[i]);

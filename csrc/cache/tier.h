@@ -73,6 +73,7 @@ class Tier {
   void DirtyOf(const std::int32_t* slots, std::int64_t n, std::uint8_t* dirty) const;
   std::int64_t capacity() const { return map_.capacity(); }
   std::vector<std::int64_t> TableRows() const;
+  std::int64_t DirtyRows() const;
   std::int64_t committed() const;
   std::int64_t size() const;
   std::int64_t overflow_in_use() const;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cache/stopwatch.h"
+#include "common/thread_pool.h"
 
 namespace tierstore {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 constexpr std::int64_t kGrowthStep = 4096;
 // Slots are in no order, so the data of this many slots is prefetched.
 constexpr std::int64_t kBlock = 128;
+// A thread reads the flags of this many slots at a time, one after the other.
+constexpr std::int64_t kFlagsOfThread = 1 << 19;
 
 }  // namespace
 
@@ -44,7 +47,8 @@ TierLane::TierLane(const LaneConfig& config)
       dirty_(limit_),
       resident_(limit_),
       index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_,
-             StayingTables(), config.ids) {
+             StayingTables(), config.ids),
+      table_rows_(config.share_of.size()) {
   if (capacity_ < 1) throw std::invalid_argument("a tier needs at least one slot");
   if (!config.grows) CommitSlots(capacity_);
 }
@@ -226,7 +230,7 @@ std::int32_t TierLane::TakeSlot(Share* share) {
   if (share->fresh == share->config.capacity) return -1;
   const std::int64_t slot = share->begin + share->fresh;
   CommitSlots(slot + 1);
-  ++share->fresh;  // last: meanwhile TableRows reads the slots below
+  ++share->fresh;  // last: meanwhile DirtyRows reads the slots below
   return static_cast<std::int32_t>(slot);
 }
 
@@ -276,6 +280,7 @@ void TierLane::Assign(const std::uint64_t* keys, bool use_overflow, LanePlan* pl
       last_use_[slot] = plan->now;
       row_[slot].next_use = plan->next_use[miss];
       dirty_[slot] = 0;
+      if (slot < capacity_) CountRow(keys[miss], 1);
       if (in_overflow >= 0) {
         overflow_home_[in_overflow - capacity_] = slot;
         resident_[slot] = kExpected;
@@ -295,6 +300,7 @@ void TierLane::Remove(const std::int32_t* slots, std::int64_t n) {
   std::vector<PageVector<std::int32_t>> gone(shares_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     resident_[slots[i]] = kEmpty;
+    CountRow(row_[slots[i]].key, -1);
     const std::size_t s = ShareOf(row_[slots[i]].key);
     shares_[s].free.push_back(slots[i]);
     gone[s].push_back(static_cast<std::int32_t>(slots[i] - shares_[s].begin));
@@ -368,14 +374,19 @@ PageVector<std::int32_t> TierLane::ResidentSlots(bool only_dirty, std::int64_t f
   return slots;
 }
 
-std::vector<std::int64_t> TierLane::TableRows() const {
-  std::vector<std::int64_t> rows(config_.share_of.size(), 0);
-  for (const Share& share : shares_) {
-    for (std::int64_t slot = share.begin; slot < share.begin + share.fresh; ++slot) {
-      const std::size_t table = KeyTable(row_[slot].key);
-      if (resident_[slot] != kEmpty && table < rows.size()) ++rows[table];
-    }
-  }
+std::int64_t TierLane::DirtyRows() const {
+  std::atomic<std::int64_t> rows{0};
+  const auto count = [&](std::int64_t first, std::int64_t past) {
+    ParallelFor(first, past, kFlagsOfThread, [&](std::int64_t begin, std::int64_t end) {
+      const std::uint8_t *const resident = resident_.data(), *const dirty = dirty_.data();
+      std::int64_t own = 0;
+      for (std::int64_t slot = begin; slot < end; ++slot)
+        own += (resident[slot] == kRow) & (dirty[slot] != 0);
+      rows += own;
+    });
+  };
+  for (const Share& share : shares_) count(share.begin, share.begin + share.fresh);
+  count(capacity_, capacity_ + static_cast<std::int64_t>(overflow_users_.size()));
   return rows;
 }
 

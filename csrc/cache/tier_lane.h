@@ -17,6 +17,7 @@
 // there when no lookup uses it any more.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -145,8 +146,10 @@ class TierLane {
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::int64_t capacity() const { return capacity_; }
-  // Returns the number of rows of each table at the shares' slots.
-  std::vector<std::int64_t> TableRows() const;
+  // Returns the number of rows of each table at the shares' slots. Any thread may ask at any time.
+  std::vector<std::int64_t> TableRows() const { return {table_rows_.begin(), table_rows_.end()}; }
+  // Returns how many rows are dirty, those at overflow slots included.
+  std::int64_t DirtyRows() const;
   // Returns how many slots must have room for a row.
   std::int64_t committed() const { return committed_; }
   std::int64_t size() const { return index_.size(); }
@@ -198,6 +201,14 @@ class TierLane {
   // Returns what is wrong with a slot that the policy wants to evict; null if nothing is.
   const char* Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
+  // Counts a row that gets a slot of a share (1) or leaves it (-1). One thread counts, so the sum needs no
+  // locked instruction.
+  void CountRow(std::uint64_t key, std::int64_t change) {
+    const std::uint32_t table = KeyTable(key);
+    if (table >= table_rows_.size()) return;
+    std::atomic<std::int64_t>& rows = table_rows_[table];
+    rows.store(rows.load(std::memory_order_relaxed) + change, std::memory_order_relaxed);
+  }
   std::int32_t TakeSlot(Share* share);
   std::int32_t TakeOverflowSlot();
   std::int32_t MoveHome(std::int32_t slot);
@@ -222,7 +233,8 @@ class TierLane {
   ReservedArray<std::uint8_t> dirty_;
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;
-  std::int64_t committed_ = 0;                // slots with memory behind them
+  std::int64_t committed_ = 0;                         // slots with memory behind them
+  std::vector<std::atomic<std::int64_t>> table_rows_;  // slots of shares that are not empty, by table
   std::vector<std::int32_t> overflow_users_;  // lookups that use each overflow slot; -1 when it is free
   std::vector<std::int32_t> overflow_home_;   // the share's slot that its row was given, or -1
   std::vector<std::int32_t> overflow_free_;

@@ -58,6 +58,12 @@ void Tier::DirtyOf(const std::int32_t* slots, std::int64_t n, std::uint8_t* dirt
   });
 }
 
+std::int64_t Tier::DirtyRows() const {
+  std::int64_t rows = 0;
+  for (const auto& lane : lanes_) rows += lane->DirtyRows();
+  return rows;
+}
+
 PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
   if (lanes_.size() == 1) return lanes_[0]->ResidentSlots(only_dirty, from, limit);
   if (map_.by_id()) return ResidentInTurns(only_dirty, from, limit);

@@ -24,6 +24,7 @@ from tierstore.errors import StoreIOError
 ASKED = {
     "announce": {0, 1, 2, 3, 4},
     "begin_lookup": {1, 2, 3, 4},
+    "dirty_rows": {0, 1, 2},
     "end_lookup": {1, 2, 3, 4},
     "find": {2, 3, 4},
     "promote": {1, 2, 3, 4},
@@ -109,6 +110,7 @@ def test_a_failing_tier_changes_nothing(
         for number, ids in enumerate(loader if ahead else batches):
             until_done(partial(train, module, [ids]))
             until_done(module.stats)
+            until_done(module.engine.groups[0].uncommitted_rows)
             until_done(lambda: list(module.touched_ids()))
             if number % 3 == 0:
                 until_done(module.flush)

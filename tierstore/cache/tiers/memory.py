@@ -317,6 +317,9 @@ class MemoryTier(Tier):
             keys = self.native.keys_of(slots)
             yield keys if table is None else keys[split(keys)[0] == table]
 
+    def dirty_rows(self) -> int:
+        return self.native.dirty_rows()
+
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
         # Rows that never leave need no lower tier; of other rows a policy without a window knows no use.
         knows = self.uses_window or not self.plan.evicts

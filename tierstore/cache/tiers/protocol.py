@@ -225,6 +225,10 @@ class Tier(Protocol):
         all."""
         ...
 
+    def dirty_rows(self) -> int:
+        """Return how many rows here are dirty."""
+        return sum(len(keys) for keys in self.keys(only_dirty=True))
+
     def stats(self) -> TierStats:
         """Return the tier's sizes now."""
         return TierStats()

@@ -141,7 +141,7 @@ class TierStack:
 
     def dirty_rows(self) -> int:
         """Return how many rows no lasting tier has in their version."""
-        return sum(len(keys) for tier in self.exclusive for keys in tier.keys(only_dirty=True))
+        return sum(tier.dirty_rows() for tier in self.exclusive)
 
     # -- the window ------------------------------------------------------------------------------
 
