@@ -173,7 +173,15 @@ void BindWindow(py::module_& m) {
             return Owned(std::move(next_use));
           },
           py::arg("seq"))
-      .def("clear", [](Window& window) { return Owned(window.Clear()); })
+      .def("clear",
+           [](Window& window) {
+             PageVector<std::uint64_t> keys;
+             {
+               py::gil_scoped_release unlocked;
+               keys = window.Clear();
+             }
+             return Owned(std::move(keys));
+           })
       .def_property_readonly("lookups", &Window::lookups)
       .def_property_readonly("distinct_rows", &Window::distinct_rows)
       .def_property_readonly("memory_bytes", &Window::memory_bytes);

@@ -64,6 +64,8 @@ class DividedKeys {
   std::span<const std::uint64_t> keys(std::size_t part) const {
     return {keys_.data() + begin_[part], begin_[part + 1] - begin_[part]};
   }
+  // Returns how many keys are in the parts before this one.
+  std::size_t begin(std::size_t part) const { return begin_[part]; }
   std::span<const std::int32_t> positions(std::size_t part) const {
     return {positions_.data() + begin_[part], begin_[part + 1] - begin_[part]};
   }

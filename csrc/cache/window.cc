@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -15,6 +16,44 @@ namespace {
 // This many accesses to memory are begun before the first of them is waited for.
 constexpr std::size_t kBlock = 32;
 constexpr std::size_t kLeastEntries = 64;  // of a shard
+
+// Keys are sorted by so many bits at a time. Bits in which no two keys differ, as most bits of tables and
+// ids, take no pass.
+constexpr int kSortBits = 8;
+constexpr std::uint64_t kSortMask = (std::uint64_t{1} << kSortBits) - 1;
+
+// Copies keys, which differ in the bits `differ` at most, to `to` in increasing order.
+void SortInto(std::span<const std::uint64_t> keys, std::uint64_t differ, std::uint64_t* to) {
+  PageVector<std::uint64_t> from(keys.begin(), keys.end()), sorted(keys.size());
+  while (differ != 0) {  // from the lowest bits on
+    const int low = std::countr_zero(differ);
+    std::array<std::size_t, kSortMask + 1> next = {};
+    for (const std::uint64_t key : from) ++next[key >> low & kSortMask];
+    std::size_t at = 0;
+    for (std::size_t& begin : next) at += std::exchange(begin, at);
+    for (const std::uint64_t key : from) sorted[next[key >> low & kSortMask]++] = key;
+    from.swap(sorted);
+    differ &= ~(kSortMask << low);
+  }
+  std::copy(from.begin(), from.end(), to);
+}
+
+// The highest bits divide many keys into parts that stay in the processor's cache, and threads take a part
+// each.
+void Sort(PageVector<std::uint64_t>* keys) {
+  const auto n = static_cast<std::int64_t>(keys->size());
+  if (n < kParallelKeys) return std::sort(keys->begin(), keys->end());
+  std::uint64_t differ = 0;
+  for (const std::uint64_t key : *keys) differ |= key ^ keys->front();
+  const int high = std::max(0, static_cast<int>(std::bit_width(differ)) - kSortBits);
+  const DividedKeys parts(keys->data(), n, kSortMask + 1,
+                          [&](std::uint64_t key) { return key >> high & kSortMask; });
+  differ &= (std::uint64_t{1} << high) - 1;
+  ParallelFor(0, kSortMask + 1, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto part = static_cast<std::size_t>(begin); part < static_cast<std::size_t>(end); ++part)
+      SortInto(parts.keys(part), differ, keys->data() + parts.begin(part));
+  });
+}
 }  // namespace
 
 NewestLookup::NewestLookup(std::deque<PendingLookup>* before, std::uint32_t first, std::size_t keys)
@@ -46,14 +85,6 @@ PageVector<std::uint64_t> NewestLookup::FirstSeen(const PageVector<std::uint64_t
 void NewestLookup::Count(const std::vector<std::int64_t>& superseded) {
   for (std::size_t lookup = 0; lookup < before_.size(); ++lookup)
     before_[lookup]->latest -= superseded[lookup];
-}
-
-PageVector<std::uint64_t> WindowShard::Keys(std::uint32_t first, std::size_t lookups) const {
-  PageVector<std::uint64_t> keys;
-  for (const Entry& entry : entries_) {
-    if (entry.IsOf(first, lookups)) keys.push_back(entry.key);
-  }
-  return keys;
 }
 
 std::vector<WindowShard> WindowShard::Divided(std::uint32_t first, std::size_t lookups) const {
@@ -199,18 +230,6 @@ void WindowTables::Add(NewKeys added, NewestLookup* newest, std::vector<std::int
   }
 }
 
-PageVector<std::uint64_t> WindowTables::Keys(std::uint32_t first, std::size_t lookups) const {
-  PageVector<std::uint64_t> keys;
-  for (std::size_t table = 0; table < tables_.size(); ++table) {
-    for (std::uint64_t id = 0; id < tables_[table].ids; ++id) {
-      const Entry& entry = entries_[tables_[table].begin + id];
-      if (entry.index != kEmpty && entry.ordinal - first < lookups)
-        keys.push_back(MakeKey(static_cast<std::uint32_t>(table), id));
-    }
-  }
-  return keys;
-}
-
 void WindowTables::Clear() {
   tables_.clear();
   entries_ = {};
@@ -250,6 +269,8 @@ PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<con
     throw std::logic_error("the window got lookup " + std::to_string(seq) + " after a later lookup");
   if (!knows_uses_) {
     pending_.push_back({seq, batch, {}, 0});
+    pending_bytes_ += pending_.back().memory_bytes();
+    CountBytes();
     return {};
   }
   const PageVector<std::uint64_t>& keys = batch->unique;
@@ -258,11 +279,13 @@ PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<con
   is_new_ = false;
   pending_.push_back(
       {seq, batch, PageVector<std::int32_t>(keys.size(), 0), static_cast<std::int64_t>(keys.size())});
+  pending_bytes_ += pending_.back().memory_bytes();
   if (shards_.size() == 1 && keys.size() >= static_cast<std::size_t>(kParallelKeys) && NumThreads() > 1)
     shards_ = shards_[0].Divided(first_ordinal_, newest.lookups_before());
   Add(keys, &newest);
   PageVector<std::uint64_t> seen = newest.FirstSeen(keys);
   live_ += static_cast<std::int64_t>(seen.size());
+  CountBytes();
   return seen;
 }
 
@@ -281,36 +304,57 @@ PageVector<std::int64_t> Window::Take(std::int64_t seq) {
                   next_use[i] = uses[static_cast<std::size_t>(front.next[i])];
               });
   live_ -= front.latest;  // its entries are dead from now on: their ordinal is out of range
+  pending_bytes_ -= front.memory_bytes();
   pending_.pop_front();
   ++first_ordinal_;
+  CountBytes();
   return next_use;
 }
 
-PageVector<std::uint64_t> Window::Clear() {
-  PageVector<std::uint64_t> keys = tables_.Keys(first_ordinal_, pending_.size());
-  tables_.Clear();
-  for (WindowShard& shard : shards_) {
-    const PageVector<std::uint64_t> own = shard.Keys(first_ordinal_, pending_.size());
-    keys.insert(keys.end(), own.begin(), own.end());
-    shard.Clear();
-  }
-  std::sort(keys.begin(), keys.end());  // not in the order of hashes, which differs from process to process
-  first_ordinal_ += static_cast<std::uint32_t>(pending_.size());
-  pending_.clear();
-  live_ = 0;
-  is_new_ = true;
+PageVector<std::uint64_t> Window::LatestKeys() const {
+  const auto lookups = static_cast<std::int64_t>(pending_.size());
+  std::vector<std::size_t> begins(pending_.size());  // of each lookup, its first key of all
+  ParallelFor(0, lookups, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i)
+      begins[i] = static_cast<std::size_t>(std::count(pending_[i].next.begin(), pending_[i].next.end(), 0));
+  });
+  std::size_t count = 0;
+  for (std::size_t& begin : begins) count += std::exchange(begin, count);
+  PageVector<std::uint64_t> keys(count);
+  ParallelFor(0, lookups, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
+      const PendingLookup& pending = pending_[i];
+      std::size_t at = begins[i];
+      for (std::size_t key = 0; key < pending.next.size(); ++key) {
+        if (pending.next[key] == 0) keys[at++] = pending.batch->unique[key];
+      }
+    }
+  });
   return keys;
 }
 
-std::int64_t Window::memory_bytes() const {
-  std::int64_t bytes = tables_.memory_bytes();
+PageVector<std::uint64_t> Window::Clear() {
+  PageVector<std::uint64_t> keys = LatestKeys();
+  // Policies learn of the keys in this order, and evict rows that are equal to them in the order in which
+  // they learned of the rows: the order must be the same in every process.
+  Sort(&keys);
+  tables_.Clear();
+  const auto shards = static_cast<std::int64_t>(shards_.size());
+  ParallelFor(0, shards, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t shard = begin; shard < end; ++shard) shards_[static_cast<std::size_t>(shard)].Clear();
+  });
+  first_ordinal_ += static_cast<std::uint32_t>(pending_.size());
+  pending_.clear();
+  pending_bytes_ = live_ = 0;
+  is_new_ = true;
+  CountBytes();
+  return keys;
+}
+
+void Window::CountBytes() {
+  std::int64_t bytes = tables_.memory_bytes() + pending_bytes_;
   for (const WindowShard& shard : shards_) bytes += shard.memory_bytes();
-  for (const PendingLookup& pending : pending_) {
-    bytes += static_cast<std::int64_t>(pending.batch->unique.size() *
-                                           (sizeof(std::uint64_t) + sizeof(std::int32_t)) +
-                                       pending.batch->inverse.size() * sizeof(std::int32_t));
-  }
-  return bytes;
+  memory_bytes_.store(bytes, std::memory_order_relaxed);
 }
 
 }  // namespace tierstore

@@ -4,6 +4,7 @@
 // shard each. Tables of which such a lookup uses many rows have an entry for each id instead.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -24,6 +25,11 @@ struct PendingLookup {
   std::shared_ptr<const Batch> batch;
   PageVector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
   std::int64_t latest;            // the number of keys of which this lookup is the latest occurrence
+
+  std::int64_t memory_bytes() const {
+    return static_cast<std::int64_t>(batch->unique.size() * (sizeof(std::uint64_t) + sizeof(std::int32_t)) +
+                                     batch->inverse.size() * sizeof(std::int32_t));
+  }
 };
 
 // NewestLookup knows the lookups before the newest lookup, and collects which keys of the newest lookup occur
@@ -75,9 +81,7 @@ class WindowShard {
   // occurrence.
   void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
 
-  // Returns the keys of `lookups` lookups from `first` on.
-  PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
-  // Returns shards that divide the entries of these lookups.
+  // Returns shards that divide the entries of `lookups` lookups from `first` on.
   std::vector<WindowShard> Divided(std::uint32_t first, std::size_t lookups) const;
   void Clear();
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
@@ -135,9 +139,8 @@ class WindowTables {
   // A line of the processor's cache has the entries of this many ids.
   static constexpr std::uint64_t kIdsInLine = 8;
 
-  // These functions do what WindowShard's functions do. The tables have all of these keys.
+  // Does what WindowShard::Add does. The tables have all of these keys.
   void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
-  PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
   // Gives all tables up.
   void Clear();
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
@@ -185,10 +188,15 @@ class Window {
 
   std::int64_t lookups() const { return static_cast<std::int64_t>(pending_.size()); }
   std::int64_t distinct_rows() const { return live_; }
-  std::int64_t memory_bytes() const;
+  // Returns the bytes that the window takes, its lookups included, after its last change. Any thread may ask
+  // at any time.
+  std::int64_t memory_bytes() const { return memory_bytes_.load(std::memory_order_relaxed); }
 
  private:
   void Add(const PageVector<std::uint64_t>& keys, NewestLookup* newest);
+  // Returns each key of the lookups once, in the order of latest occurrences.
+  PageVector<std::uint64_t> LatestKeys() const;
+  void CountBytes();
   std::size_t PartOf(std::uint64_t key) const;
 
   bool knows_uses_;
@@ -198,6 +206,8 @@ class Window {
   WindowTables tables_;
   bool is_new_ = true;  // whether no lookup was added since the window was made or cleared
   std::int64_t live_ = 0;
+  std::int64_t pending_bytes_ = 0;  // of the lookups
+  std::atomic<std::int64_t> memory_bytes_{0};
 };
 
 }  // namespace tierstore

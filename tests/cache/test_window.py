@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -129,6 +130,68 @@ def test_large_lookups_equal_a_dictionary(first: int, threads: Callable[[int], N
             assert window.clear().tolist() == sorted(announced)
             oracle.pending.clear()
     assert oracle.pending
+
+
+@pytest.mark.parametrize("count", [(1 << 14) - 1, 1 << 14, 60_000])
+@pytest.mark.parametrize(
+    "bits", [range(15, 31), range(64), [*range(8), *range(40, 64)], [*range(0, 60, 3)], range(48, 64)]
+)
+def test_keys_whose_use_will_not_come_are_in_increasing_order(
+    bits: Sequence[int], count: int, threads: Callable[[int], None]
+) -> None:
+    """Whatever bits the keys differ in, and whichever lookups use the keys last."""
+    random, numbers = np.random.default_rng(count), np.arange(1 << min(len(bits), 16), dtype=np.uint64)
+    keys = np.full(len(numbers), 0x5A5A5A5A5A5A5A5A & ~sum(1 << bit for bit in bits), np.uint64)
+    for place, bit in enumerate(random.permutation(bits).tolist()):
+        keys |= (numbers >> np.uint64(place % 16) & np.uint64(1)) << np.uint64(bit)
+    keys = random.permutation(keys)[:count]
+    for shared in (1, 3):
+        threads(shared)
+        window = _core.Window()
+        for seq, part in enumerate((keys[: count // 2], keys, keys[100:2000])):
+            window.announce(seq, _core.batch_of_unique(random.permutation(part)))
+        window.take(0)
+        assert window.clear().tolist() == np.sort(keys).tolist()
+        assert (window.lookups, window.distinct_rows) == (0, 0)
+        assert window.clear().tolist() == []
+
+
+def test_forgetting_takes_less_time_than_sorting_the_keys_by_comparisons(
+    threads: Callable[[int], None],
+) -> None:
+    threads(1)
+    random = np.random.default_rng(0)
+    keys = random.permutation(np.unique(random.integers(0, 1 << 26, 1 << 20).astype(np.uint64)))
+    batch, parts = _core.batch_of_unique(keys), []
+    for seq in range(3):
+        window = _core.Window()
+        window.announce(seq, batch)
+        begin = time.thread_time()
+        cleared = window.clear()
+        between = time.thread_time()
+        assert np.array_equal(np.sort(keys, kind="stable"), cleared)
+        parts.append((between - begin) / (time.thread_time() - between))
+    assert min(parts) < 0.6
+
+
+def test_the_bytes_of_a_window_are_those_of_its_lookups_and_its_index() -> None:
+    window, of_row = _core.Window(), 8 + 4 + 4
+    batches = [_core.batch_of_unique(np.arange(rows, dtype=np.uint64)) for rows in (30, 10, 20)]
+    assert window.memory_bytes == 0
+    index = []
+    for seq, batch in enumerate(batches):
+        window.announce(seq, batch)
+        index.append(window.memory_bytes - of_row * sum(len(one.unique) for one in batches[: seq + 1]))
+    assert index == [64 * 17 // 16 * 16] * 3
+    window.take(0)
+    assert window.memory_bytes == index[0] + of_row * 30
+    window.clear()
+    assert window.memory_bytes == index[0]
+    window = _core.Window(knows_uses=False)
+    window.announce(0, batches[0])
+    assert window.memory_bytes == of_row * 30
+    window.take(0)
+    assert window.memory_bytes == 0
 
 
 @pytest.mark.parametrize("rows", [1 << 14, 1 << 16])
