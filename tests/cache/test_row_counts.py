@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -86,20 +85,6 @@ def test_threads_count_the_dirty_rows_of_one_lane(rows: int) -> None:
     tier.mark_dirty(dirty)
     assert tier.dirty_rows() == len(dirty)
     assert tier.table_rows() == [rows]
-
-
-def test_asking_for_the_rows_of_tables_takes_no_look_at_every_row() -> None:
-    rows = 1 << 20
-    tier = _core.Tier(lanes=[[_core.ShareConfig(slots=rows)]], grows=True, share_of=[0])
-    keys = make_keys(0, np.arange(rows))
-    begin = time.thread_time()
-    plan = tier.begin(keys, None, 0, absent=True)
-    tier.prepare(False, plan)
-    tier.assign(keys, False, plan)
-    filled = time.thread_time()
-    for _ in range(2000):
-        assert tier.table_rows() == [rows]
-    assert time.thread_time() - filled < filled - begin
 
 
 def test_statistics_and_the_warning_of_loss_list_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -154,24 +153,6 @@ def test_keys_whose_use_will_not_come_are_in_increasing_order(
         assert window.clear().tolist() == np.sort(keys).tolist()
         assert (window.lookups, window.distinct_rows) == (0, 0)
         assert window.clear().tolist() == []
-
-
-def test_forgetting_takes_less_time_than_sorting_the_keys_by_comparisons(
-    threads: Callable[[int], None],
-) -> None:
-    threads(1)
-    random = np.random.default_rng(0)
-    keys = random.permutation(np.unique(random.integers(0, 1 << 26, 1 << 20).astype(np.uint64)))
-    batch, parts = _core.batch_of_unique(keys), []
-    for seq in range(3):
-        window = _core.Window()
-        window.announce(seq, batch)
-        begin = time.thread_time()
-        cleared = window.clear()
-        between = time.thread_time()
-        assert np.array_equal(np.sort(keys, kind="stable"), cleared)
-        parts.append((between - begin) / (time.thread_time() - between))
-    assert min(parts) < 0.6
 
 
 def test_the_bytes_of_a_window_are_those_of_its_lookups_and_its_index() -> None:
