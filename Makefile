@@ -5,7 +5,7 @@
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native tests of the store and the thread pool, and fuzzing, under ASan, UBSan and TSan
 # make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
-#                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 5,000)
+#                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 3,000)
 # make gpu-build, gpu-check, gpu-bench    on a machine with a GPU and without a network, with the packages of PYTHON:
 #                  docs/how-to/gpu.md
 # make gpu-pack    what these would compile, into gpu-pack/, on a machine without a GPU: the core for GPU_PYTHON, and the

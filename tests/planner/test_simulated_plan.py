@@ -12,11 +12,16 @@ import pytest
 import yaml
 
 from tests.cli import ranks
+from tests.small_training import small_data
 from tierstore.cli import plan, plan_data
 from tierstore.cli.main import main
 from tierstore.planner import EmbeddingShardingPlanner, Topology
 from tierstore.planner.planner import plan_of
 
+__all__ = ["small_data"]
+
+# What is predicted is about the batches that are trained on.
+pytestmark = pytest.mark.usefixtures("small_data")
 BATCHES, BATCH_SIZE = 160, 64
 DATA = ["--data", "synthetic:criteo", "--max-rows", "6000", "--dim", "8", "--steps", str(BATCHES)]
 """26 tables, of 3 to 6,000 rows."""
