@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.small_training import small_data
 from tierstore import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -23,6 +24,8 @@ from tierstore import (
 from tierstore.cache import machine
 from tierstore.cli.main import main
 from tierstore.errors import ConfigError
+
+__all__ = ["small_data"]
 
 GIB = 1 << 30
 
@@ -109,6 +112,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "run", module, step=0)
 
 
+@pytest.mark.usefixtures("small_data")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["train", "--data", "synthetic:zipf:1.05", "--rows", "50", "--tables", "1", "--steps", "1"]
     small += ["--batch-size", "8", "--dim", "4"]

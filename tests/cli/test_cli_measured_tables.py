@@ -12,9 +12,13 @@ from bench import hit_rate
 from cache_policies import get as get_policy
 from cache_policies import names, simulate
 from cache_policies.reuse import sampled
+from tests.small_training import small_data
 from tierstore.cli.main import main
 from tierstore.trace import open_trace
 
+__all__ = ["small_data"]
+
+pytestmark = pytest.mark.usefixtures("small_data")
 SOURCE = "synthetic:zipf:0.9"
 SHAPE = ["--tables", "3", "--rows", "20000", "--batch-size", "256"]
 TOPOLOGY = {

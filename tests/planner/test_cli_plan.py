@@ -9,10 +9,13 @@ from itertools import islice
 import pytest
 import yaml
 
+from tests.small_training import small_data
 from tierstore.cli.main import main
 from tierstore.data import load
 from tierstore.planner.files import specs_of_yaml
 from tierstore.trace import describe, open_trace
+
+__all__ = ["small_data"]
 
 TABLES = [
     {"name": "users", "num_embeddings": 200_000_000, "embedding_dim": 64, "pooling_factor": 2.0},
@@ -73,6 +76,7 @@ def data_plan(tmp_path, *arguments: str) -> int:
     return main([*command, "--batch-size", "64", "--json", f"{tmp_path}/plan.json", *arguments])
 
 
+@pytest.mark.usefixtures("small_data")
 def test_the_tables_of_a_data_set_are_planned_for_what_its_batches_use(tmp_path, capsys):
     assert data_plan(tmp_path) == 0
     report = json.loads((tmp_path / "plan.json").read_text())
