@@ -17,15 +17,10 @@ import pytest
 import torch
 
 from tests.bags import Bags, budget, build, everything, random_batches
-from tests.in_memory import temporary_stores
 from tests.pipeline.interrupts import Interrupted, Interrupter
 from tierstore import TierConfig, optim
 from tierstore.pipeline.prefetch import prefetch
 
-__all__ = ["temporary_stores"]
-
-# Hundreds of modules are opened and closed, and nothing is read again after a crash of the machine.
-pytestmark = pytest.mark.usefixtures("temporary_stores")
 ADAGRAD = optim.Adagrad(lr=0.1)
 BATCHES = random_batches(1, 5, 1, 6, 4)
 INPUTS = {"": lambda batch: (batch,)}
