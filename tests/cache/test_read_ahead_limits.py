@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.cache.read_ahead_rig import Rig, within_patience
+from tests.cache.read_ahead_rig import PATIENCE, Rig, wait_for, within_patience
 from tierstore import _core
 from tierstore.cache.tiers import horizon, read_ahead
 
@@ -121,3 +123,42 @@ def test_only_a_round_with_room_is_early(free: int, early: bool, rig: Rig) -> No
         assert rig.ahead._has_room()
         assert rig.ahead._room() == free
         assert (rig.ahead._way() > 0) is early
+
+
+@pytest.mark.parametrize(("left", "waits"), [(0, False), (1, False), (2, True)])
+def test_a_plan_leaves_a_256th_of_a_round_to_itself(
+    left: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round has 256 places, of which ``left`` are read while the plan asks."""
+    monkeypatch.setattr(read_ahead, "_MOST_AT_ONCE", 256 - left)
+    rig = Rig(rows=2000)
+    rig.store.version = dict.fromkeys(range(256), 1)
+    rig.store.place = lambda key: key  # type: ignore[method-assign]
+    reads, read = iter(range(2)), rig.store.read
+    first_is_read, second_begins = threading.Event(), threading.Event()
+
+    def one_then_another(keys: Any, *rest: Any) -> Any:
+        if next(reads) == 0:
+            rig.store.go.set()
+            assert not left or second_begins.wait(PATIENCE)
+            found = read(keys, *rest)
+            rig.store.go.clear()
+            first_is_read.set()
+            return found
+        second_begins.set()
+        assert first_is_read.wait(PATIENCE)
+        return read(keys, *rest)
+
+    rig.store.read = one_then_another  # type: ignore[method-assign]
+    rig.announce(0, *range(256))
+    rig.begin(0)
+    assert first_is_read.wait(PATIENCE)
+    wait_for(lambda: len(rig.find(*range(256))) == 256 - left)
+    planned = threading.Thread(target=lambda: rig.ahead.wait(0))
+    planned.start()
+    planned.join(0.2 if waits else PATIENCE)
+    assert planned.is_alive() == waits
+    rig.store.go.set()
+    planned.join(PATIENCE)
+    assert len(rig.find(*range(256))) == 256 or not waits
+    rig.close()
