@@ -201,8 +201,8 @@ class TierLane {
   // Returns what is wrong with a slot that the policy wants to evict; null if nothing is.
   const char* Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
-  // Counts a row that gets a slot of a share (1) or leaves it (-1). One thread counts, so the sum needs no
-  // locked instruction.
+  // Counts a row that gets a slot of a share (1) or leaves it (-1). One thread at a time changes a tier, so
+  // the sum needs no locked instruction.
   void CountRow(std::uint64_t key, std::int64_t change) {
     const std::uint32_t table = KeyTable(key);
     if (table >= table_rows_.size()) return;

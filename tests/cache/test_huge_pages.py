@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tierstore import _core
@@ -40,3 +41,18 @@ def test_pages_of_rows_that_were_asked_for_in_steps(mib: float, huge: int) -> No
     for asked in (slots // 3, slots // 2, slots - 1, slots):
         rows.commit(max(asked, 1))
     assert huge_bytes() - before == huge * MIB
+
+
+@pytest.mark.parametrize("kept", [1, 8 * MIB // ROW - 1, 8 * MIB // ROW, 8 * MIB // ROW + 1, SLOTS - 1])
+def test_discarded_rows_are_zeros_again(kept: int) -> None:
+    """The pages of the rows that are kept stay as they are, within a huge page, too."""
+    rows, slots = _core.HostRows(SLOTS, ROW), np.arange(SLOTS, dtype=np.int32)
+    rows.commit(SLOTS)
+    rows.copy_in(slots, np.full((SLOTS, ROW), 7, np.uint8))
+    rows.discard(kept)
+    rows.commit(SLOTS)
+    found = np.empty((SLOTS, ROW), np.uint8)
+    rows.copy_out(slots, found)
+    assert (found[:kept] == 7).all()
+    page = 4096 // ROW
+    assert not found[-(-kept // page) * page :].any()
