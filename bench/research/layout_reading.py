@@ -20,7 +20,7 @@ from .layout_trace import Ahead, Plan
 RESERVE = 1 / 16
 PARTS = 64
 MOST_AT_ONCE = 1 << 14
-LEFT_TO_PLANS = 1 / 16
+LEFT_TO_PLANS = 1 / 256
 _NONE = -1
 
 Rows = NDArray[np.int32]
