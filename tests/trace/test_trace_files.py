@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -212,8 +213,9 @@ BAD_FILES = {
     "cut.pt": (b"PK\x03\x04", "indices, offsets, lengths"),
     "cut.txt.gz": (gzip.compress(b"1\n2\n")[:-9], "no id"),
     "words.txt": (b"1\nx\n", "no id"),
-    "wide.txt": (b"1\n9223372036854775808\n", "fits int64"),
-    "wide.csv": (b"a\n9223372036854775808\n", "does not fit int64"),
+    "wide.txt": (b"1\n18446744073709551616\n", "no id from 0 to 2^64 - 1"),
+    "wide.csv": (b"a\n18446744073709551616\n", "a has 18446744073709551616; ids are from 0 to 2^64 - 1"),
+    "signs.csv": (b"a\n18446744073709551615\n-1\n", "a has -1; ids are from 0 to 2^64 - 1"),
     "two.txt": (b"1 2\n3 4\n", "one id per line"),
     "ragged.csv": (b"a,b\n1,2\n3\n", "line 3: 1 values"),
     "bare.csv": (b"a,b\n", "is empty"),
@@ -225,7 +227,7 @@ BAD_FILES = {
 def test_bad_files_are_refused(tmp_path, name):
     content, message = BAD_FILES[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises((InputError, ConfigError), match=message):
+    with pytest.raises((InputError, ConfigError), match=re.escape(message)):
         keys_of(tmp_path / name)
 
 
@@ -278,7 +280,6 @@ def test_an_integer_too_long_for_python(tmp_path):
     [
         ({"a": np.arange(3), "b": np.arange(4)}, "equally long"),
         ({"a": np.arange(3.0)}, "must be integers"),
-        ({"a": np.array([2**63], np.uint64)}, "does not fit int64"),
         ({"a": np.array([-1])}, "id -1 of table 'a'; ids must not be negative"),
         ({"a": np.empty(0, np.int64)}, "is empty"),
     ],

@@ -199,8 +199,6 @@ def _from_columns(path: Path, arrays: dict[str, np.ndarray], batch_size: int) ->
     for name, array in arrays.items():
         if array.dtype.kind not in "iu":
             raise InputError(f"{path}: column {name} is {array.dtype}; ids must be integers")
-        if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-            raise InputError(f"{path}: id {array.max()} in column {name} does not fit int64")
     return _trace(path, tuple(arrays), list(arrays.values()), batch_size)
 
 
@@ -231,9 +229,9 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the file is empty, which the caller reports
-            ids = np.loadtxt(lines, dtype=np.int64, ndmin=1, comments=None)
+            ids = np.loadtxt(lines, dtype=np.uint64, ndmin=1, comments=None)
     except (ValueError, OverflowError, EOFError, OSError) as error:
-        raise InputError(f"{path}: a line is no id that fits int64: {error}") from error
+        raise InputError(f"{path}: a line is no id from 0 to 2^64 - 1: {error}") from error
     if ids.ndim != 1:
         raise InputError(f"{path}: one id per line, not {ids.shape[1]} (a file with columns must be a .csv)")
     return ids
@@ -256,13 +254,28 @@ def _bags(path: Path, name: str, values: list[str]) -> tuple[np.ndarray, np.ndar
 
 
 def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:
+    for kind in (np.int64, np.uint64):  # hashes are often unsigned
+        try:
+            return np.array(values, kind)
+        except OverflowError:
+            continue  # other values may still be words
+        except ValueError:
+            break
+    else:
+        _check_range(path, name, values)
+    first: dict[str, int] = {}
+    return np.array([first.setdefault(value, len(first)) for value in values], np.int64)
+
+
+def _check_range(path: Path, name: str, values: list[str]) -> None:
+    """Raise InputError if all values are integers, of which some are no ids. Hexadecimal hashes are words,
+    though some of them have no letter."""
     try:
-        return np.array(values, np.int64)
-    except OverflowError as error:
-        raise InputError(f"{path}: an id of column {name} does not fit int64") from error
+        numbers = [int(value) for value in values]
     except ValueError:
-        first: dict[str, int] = {}
-        return np.array([first.setdefault(value, len(first)) for value in values], np.int64)
+        return
+    wrong = next(number for number in numbers if not 0 <= number < 1 << 64)
+    raise InputError(f"{path}: column {name} has {wrong}; ids are from 0 to 2^64 - 1")
 
 
 def _arrow_ids(path: Path, name: str, column: Any, known: dict[Any, int]) -> np.ndarray:

@@ -66,7 +66,7 @@ class _Field:
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
-        self.ids = array("q")
+        self.ids = array("Q")
         self._ends = array("q", [0])
         self._words: dict[str, int] = {}
         self._kind: type | None = None
@@ -84,8 +84,8 @@ class _Field:
         self._kind = type(value)
         if isinstance(value, str):
             return self._words.setdefault(value, len(self._words))
-        if not 0 <= value < 1 << 63:
-            raise self._wrong(line, value, "ids are from 0 to 2^63 - 1")
+        if not 0 <= value < 1 << 64:
+            raise self._wrong(line, value, "ids are from 0 to 2^64 - 1")
         return int(value)
 
     def _wrong(self, line: int, value: Any, why: str) -> InputError:
@@ -93,4 +93,4 @@ class _Field:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids (n,) and where the ids of each example begin (examples + 1,)."""
-        return np.array(self.ids, np.int64), np.array(self._ends, np.int64)
+        return np.array(self.ids, np.uint64), np.array(self._ends, np.int64)

@@ -96,8 +96,8 @@ def _member(path: Path, archive: zipfile.ZipFile, name: str) -> _Member:
     table = name.removesuffix(_SUFFIX)
     if len(shape) not in (1, 2) or by_columns:
         raise InputError(f"{path}: array {table} is {shape}; it must be (examples, ids), in C order")
-    if dtype.kind not in "iu" or dtype == np.uint64:
-        raise InputError(f"{path}: array {table} is {dtype}; ids must be integers that fit int64")
+    if dtype.kind not in "iu":
+        raise InputError(f"{path}: array {table} is {dtype}; ids must be integers")
     return _Member(name, dtype, shape[0], shape[1] if len(shape) == 2 else 1)
 
 
@@ -114,7 +114,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 def _read(path: Path, stream: IO[bytes], member: _Member, examples: int) -> np.ndarray:
     data = _bytes(path, member.table, stream, examples * member.ids_per_example * member.dtype.itemsize)
-    return np.frombuffer(data, member.dtype).astype(np.int64)
+    return np.frombuffer(data, member.dtype).astype(np.uint64 if member.dtype.kind == "u" else np.int64)
 
 
 def _bytes(path: Path, table: str, stream: IO[bytes], size: int) -> bytes:

@@ -22,11 +22,11 @@ import numpy as np
 
 from cache_policies.reuse import sampled
 from tierstore.errors import ClosedError, InputError
-from tierstore.keys import ID_BITS, make_keys
+from tierstore.keys import ID_BITS
 from tierstore.sparse import KeyedJaggedTensor
 from tierstore.threads import Thread
 from tierstore.trace.damage import named_damage
-from tierstore.trace.trace import TableIds, Trace
+from tierstore.trace.trace import TableIds, Trace, folded
 
 HEADER = "tierstore_trace.json"
 VERSION = 1
@@ -168,7 +168,7 @@ class TraceRecorder:
 def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
     """Select the ids of a share of the rows, and their counts; ``counts`` is (batches, tables)."""
     tables = np.arange(counts.shape[1], dtype=np.uint64) << np.uint64(ID_BITS)
-    chosen = sampled(make_keys(0, ids) | np.repeat(np.tile(tables, len(counts)), counts.reshape(-1)), rate)
+    chosen = sampled(folded(ids) | np.repeat(np.tile(tables, len(counts)), counts.reshape(-1)), rate)
     ends = np.cumsum(counts.reshape(-1), dtype=np.int64)
     kept = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
     return ids[chosen], np.diff(kept[ends], prepend=0).astype(np.uint32).reshape(counts.shape)

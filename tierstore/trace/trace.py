@@ -65,17 +65,22 @@ class Trace:
         if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
             raise InputError(
                 f"{self.name}: id {ids.min()} of table {self.tables[table]!r}; ids must not be negative, so "
-                "take hashes modulo 2^63"
+                "write hashes as unsigned integers"
             )
-        ids = ids.astype(np.uint64)
-        wide = ids > np.uint64(MAX_ID)
-        if wide.any():
-            ids[wide] = _folded(ids[wide])
-        return ids | np.uint64(table << ID_BITS)
+        return folded(ids) | np.uint64(table << ID_BITS)
+
+
+def folded(ids: np.ndarray) -> np.ndarray:
+    """Return ids as uint64 below 2^48: those of 2^48 and more are hashed. An int64 is taken for its bits."""
+    ids = ids.astype(np.uint64)
+    wide = ids > np.uint64(MAX_ID)
+    if wide.any():
+        ids[wide] = _hashed(ids[wide])
+    return ids
 
 
 @njit(cache=True)
-def _folded(ids: np.ndarray) -> np.ndarray:
+def _hashed(ids: np.ndarray) -> np.ndarray:
     out = np.empty_like(ids)
     for i in range(ids.size):
         out[i] = mix(ids[i]) >> np.uint64(64 - ID_BITS)
