@@ -63,6 +63,12 @@ def test_at_every_operation_of_a_save(engine: str, stores: int, folder: Path) ->
     assert int(said.split()[0]) >= 30 // every
 
 
+def test_at_every_operation_of_a_save_that_abandons_checkpoints(folder: Path) -> None:
+    every = 1 if THOROUGH else 6
+    said = program("killed_branches", folder / "branches", "native", 2, every)
+    assert int(said.split()[0]) >= 40 // every
+
+
 def test_whole_command_lines(folder: Path) -> None:
     """As users run it, from the start of the interpreter, also while it is still importing."""
     (folder / "calm").mkdir()

@@ -77,8 +77,8 @@ class Engine:
         self.specs = self._stored_tables()
         self.updates: dict[str, int] = {}
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
-        self.checkpoints = ""
-        """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
+        self.checkpoint = ""
+        """Tag of the last checkpoint that the rows come from (older: its folder's id), committed too."""
         self.uncommitted = 0
         """Updates, and calls that overwrote rows, since the last commit."""
         self._after_moves: list[WeakMethod[Callable[[], None]]] = []
@@ -129,7 +129,7 @@ class Engine:
         meta = self.store.meta() if self.store is not None else b""
         result = json.loads(meta) if meta else {}
         self.updates = {name: int(n) for name, n in result.get("updates", {}).items()}
-        self.checkpoints = str(result.get("checkpoints", ""))
+        self.checkpoint = str(result.get("checkpoint", result.get("checkpoints", "")))
         self.versions = Versions(self.specs, result.get("versions", {}) if meta else None)
 
     # -- lookups -------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Engine:
         meta = {
             "version": META_VERSION,
             "updates": self.updates,
-            "checkpoints": self.checkpoints,
+            "checkpoint": self.checkpoint,
             "versions": self.versions.to_meta(),
             "extra": extra or {},
         }

@@ -149,7 +149,6 @@ class StorageWriter(_Storage, storage.StorageWriter):
         self._draft = self.folder.begin(self.step)
         common: dict[str, Any] = {
             "folder": str(self._draft.path),
-            "id": self.folder.id,
             "tag": self._draft.tag,
             "commit": None,
         }
@@ -182,8 +181,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
             self.collection.commits.count(common["commit"])  # DCP does not tell ranks of the end
             return own
         for engine in self.engines:
-            engine.checkpoints = common["id"]
-            engine.commit({"step": self.step}, common["tag"])
+            training.commit_checkpoint(engine, {"step": self.step}, common["tag"])
         return None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -259,7 +257,7 @@ class StorageReader(_Storage, storage.StorageReader):
                 self._read(item, tensors[self._where[item.storage_index][1]], planner)
         if self.collection is None:
             for engine in self.engines:
-                engine.go_to(training.commit_of(engine, self._unit))
+                training.go_back(engine, self._unit)
             for module in self.modules.values():
                 module.take_updates()
         done: Future[None] = Future()

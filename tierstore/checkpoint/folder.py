@@ -172,6 +172,11 @@ class Folder:
         """Return whether a commit's tag belongs to a checkpoint of this folder, also a removed one."""
         return bool(self.id) and tag.startswith(f"checkpoint {self.id} ")
 
+    def number_of(self, tag: str) -> int | None:
+        """Return the number of a checkpoint of this folder, also of a removed one; None for other tags."""
+        match = _NAME.fullmatch(tag.removeprefix(f"checkpoint {self.id} ")) if self.owns(tag) else None
+        return int(match[1]) if match else None
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder where it is missing, and keep other processes from changing it in the block."""

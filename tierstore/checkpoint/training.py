@@ -7,7 +7,9 @@ checkpoint before stays.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +28,9 @@ from tierstore.store.identity import plain
 from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
+
+AFTER = "after"
+"""Name in a commit's ``extra``: the number of the checkpoint that its training saved or restored last."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ def save(
     loader: Any = None,
     keep: int = 1,
 ) -> Path:
-    """Save the whole training in ``dir`` as one checkpoint, and drop older checkpoints beyond ``keep``.
+    """Save the whole training in ``dir`` as one checkpoint, and drop older checkpoints beyond ``keep``: first
+    those of a future that a :func:`restore` of an older step has abandoned.
 
     Changed rows go to their stores as commits, all other state to a folder in ``dir``: parameters and buffers
     of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict of optimizers), Python's,
@@ -84,10 +90,10 @@ def save(
         check_owner(folder, engines)
         stores = [describe(engine) for engine in engines]
         unit = folder.add(step, {"stores": stores, "state": state}, tensors)
+        about = {"checkpoint": unit.path.name, "step": step, AFTER: before(folder, engines, unit)}
         commits = []
         for engine in engines:
-            engine.checkpoints = folder.id
-            commit = engine.commit({"checkpoint": unit.path.name, "step": step}, unit.tag)
+            commit = commit_checkpoint(engine, about, unit.tag)
             commits.append({"path": engine.config.where, "commit": commit})
         unit.note_committed(commits)
         forget_old(folder, engines, keep)
@@ -129,7 +135,7 @@ def restore(
     dense = DenseState(state["state"], unit.read_tensors())
     dense.check(model)
     for engine in engines:
-        engine.go_to(commit_of(engine, unit))
+        go_back(engine, unit)
     dense.apply(parts)
     return Restored(state["step"], dense.extra, unit.path)
 
@@ -166,11 +172,15 @@ def check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
     removed."""
     if any(unit.committed for unit in folder.units()):
         for engine in engines:
-            if engine.checkpoints != folder.id:
+            if not _comes_from(engine, folder):
                 raise StoreMismatchError(
                     f"{folder.path} holds checkpoints of other stores than {engine.config.where}; give a "
                     "folder of its own, or restore() first to go on with that training"
                 )
+
+
+def _comes_from(engine: Engine, folder: Folder) -> bool:
+    return folder.owns(engine.checkpoint) or engine.checkpoint == folder.id
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -213,8 +223,50 @@ def _is_complete(unit: Unit, engines: Sequence[Engine]) -> bool:
     return all(commit_of(engine, unit) for engine in engines)
 
 
+def commit_checkpoint(engine: Engine, extra: dict[str, Any], tag: str) -> int:
+    """Commit the rows of a checkpoint, and with them that they come from it from now on."""
+    was, engine.checkpoint = engine.checkpoint, tag
+    try:
+        return engine.commit(extra, tag)
+    except BaseException:  # the next save still follows the checkpoint before
+        engine.checkpoint = was
+        raise
+
+
+def go_back(engine: Engine, unit: Unit) -> None:
+    engine.go_to(commit_of(engine, unit))
+    engine.checkpoint = unit.tag
+
+
+def before(folder: Folder, engines: Sequence[Engine], unit: Unit) -> int:
+    """Return the number of the checkpoint that the training of ``unit`` has saved or restored last."""
+    numbers = [folder.number_of(engine.checkpoint) for engine in engines]
+    return min(unit.number - 1 if number is None else number for number in numbers)
+
+
+def in_order_of_use(folder: Folder, engines: Sequence[Engine]) -> list[Unit]:
+    """Return the whole checkpoints in the order in which they may go: first those of abandoned branches, made
+    after a checkpoint that was restored later, then those that the newest one comes from; oldest first."""
+    lineage, abandoned, first = [], [], math.inf
+    for unit in reversed(folder.units()):
+        if not _is_complete(unit, engines):
+            continue
+        if unit.number > first:
+            abandoned.append(unit)
+        else:
+            lineage.append(unit)
+            first = _number_before(unit, engines[0])
+    return [*reversed(abandoned), *reversed(lineage)]
+
+
+def _number_before(unit: Unit, engine: Engine) -> int:
+    """Return what :func:`before` did when ``unit`` was saved."""
+    meta = next(commit.meta for commit in engine.commits() if commit.tag == unit.tag)
+    return int(json.loads(meta)["extra"].get(AFTER, unit.number - 1))
+
+
 def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
-    kept = [unit for unit in folder.units() if _is_complete(unit, engines)][-keep:]
+    kept = in_order_of_use(folder, engines)[-keep:]
     try:
         folder.remove_all_but(kept)
     except OSError as error:  # the new checkpoint is safe, and the next save tries again
@@ -240,7 +292,7 @@ def choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit 
     committed = [unit for unit in units if unit.committed]
     for engine in engines:
         where = engine.config.where
-        if committed and engine.checkpoints != folder.id:
+        if committed and not _comes_from(engine, folder):
             raise StoreMismatchError(
                 f"{where} is not the store that {committed[-1].path} was saved from "
                 f"({_paths(committed[-1])}); build the model with that path, or give another folder of "
