@@ -183,9 +183,10 @@ def test_seconds_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     [["inspect", ".", "--at"], ["commits", ".", "--drop"], ["export", ".", "x", "--at"]],
     ids=" ".join,
 )
-def test_commits_that_cannot_be(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["", "tag:", "number:best"])
+def test_commits_that_cannot_be(command: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*command, ""])
-    assert "a commit is a number or a tag, not ''" in capsys.readouterr().err
+        main([*command, text])
+    assert f"a commit is a number, a tag, number:N or tag:NAME, not {text!r}" in capsys.readouterr().err
     assert main([*command, str(1 << 63)]) == 2
     assert "it must fit 64 bits" in capsys.readouterr().err

@@ -110,6 +110,30 @@ def test_commits(folder, capsys):
     assert "a commit tagged 'best' is not kept; kept commits: 2" in errors
 
 
+def test_tags_of_digits(tmp_path, capsys):
+    """Commit 1 is tagged 2, commit 2 has no tag, and commit 3 is tagged 2024."""
+    folder = tmp_path / "store"
+    with open_store(folder, "native", TABLES, 16 << 20, keep=9) as store:
+        for version, tag in enumerate(["2", None, "2024"], start=1):
+            write(store, version, rows=version)
+            store.commit(b"{}", tag=tag)
+    for name, rows in [("tag:2", 1), ("number:2", 2), ("tag:2024", 3), ("3", 3), ("number:1", 1)]:
+        found = result(capsys, "inspect", folder, "--count", "--at", name)
+        assert found["tables"][0]["rows"] == rows
+        exported = result(capsys, "export", folder, tmp_path / name, "--at", name)
+        assert exported["rows"] == rows + 9
+    ambiguous = "2 is the number of a commit and the tag of another; say number:2 or tag:2"
+    hint = "commit 2024 is not kept; a commit tagged '2024' is: say tag:2024 on the command line"
+    for name, message in [("2", ambiguous), ("2024", hint)]:
+        for command in (["inspect", folder, "--at"], ["export", folder, tmp_path / "x", "--at"]):
+            code, _, errors = run(capsys, *command, name)
+            assert (code, message in errors) == (2, True)
+        code, _, errors = run(capsys, "commits", folder, "--drop", name)
+        assert (code, message in errors) == (2, True)
+    assert [c["id"] for c in result(capsys, "commits", folder, "--drop", "tag:2")] == [2, 3]
+    assert not (tmp_path / "x").exists()
+
+
 def test_export_and_import(folder, tmp_path, capsys):
     code, output, _ = run(capsys, "export", folder, tmp_path / "copy")
     assert code == 0

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tierstore.cli import sharded
 from tierstore.cli.messages import results_console
 from tierstore.cli.storage import (
+    COMMIT,
     add_command,
+    check_unambiguous,
     describe_commit,
     list_commits,
     parse_commit,
@@ -40,8 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--drop",
         metavar="COMMIT",
         type=parse_commit,
-        help="drop this commit, named by number or tag, and win back the space that only it needs; "
-        "not the newest",
+        help=f"drop this commit, {COMMIT}, and win back the space that only it needs; not the newest",
     )
     return parser
 
@@ -84,4 +85,5 @@ def _drop(directory: Path, commit: int | str) -> None:
     from tierstore.store.commits import find_commit
 
     with open_store(directory, keep=_KEEP_ALL) as store:
+        check_unambiguous(store.commits(), commit, directory)
         store.drop_commit(find_commit(store.commits(), commit, directory).id)

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.cli import sharded
-from tierstore.cli.storage import add_command, check_target, parse_commit, print_json, progress_of
+from tierstore.cli.storage import (
+    COMMIT,
+    add_command,
+    check_target,
+    check_unambiguous,
+    parse_commit,
+    print_json,
+    progress_of,
+)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -33,7 +41,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="COMMIT",
         type=parse_commit,
         default=0,
-        help="the commit to export, by number or tag; the last one unless given",
+        help=f"the commit to export, {COMMIT}; the last one unless given",
     )
     return parser
 
@@ -51,6 +59,7 @@ def _export(args: argparse.Namespace) -> tuple[int, int]:
     from tierstore.store import open_store
 
     with open_store(args.directory, read_only=True, at=args.at) as store:
+        check_unambiguous(store.commits(), args.at, args.directory)
         check_target(args)
         with progress_of("exporting", "rows") as progress:
             rows = store.export(args.target, progress)

@@ -12,7 +12,9 @@ from tierstore.cli import sharded
 from tierstore.cli.commits import print_commits
 from tierstore.cli.messages import results_console
 from tierstore.cli.storage import (
+    COMMIT,
     add_command,
+    check_unambiguous,
     describe_commit,
     folder_bytes,
     parse_commit,
@@ -44,7 +46,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         metavar="COMMIT",
         type=parse_commit,
         default=0,
-        help="the commit to look at, by number or tag; the last one unless given",
+        help=f"the commit to look at, {COMMIT}; the last one unless given",
     )
     return parser
 
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     stats, meta, commits, rows, obstacle = None, b"", [], {}, ""
     try:
         with open_store(args.directory, read_only=True, at=args.at) as store:
+            check_unambiguous(store.commits(), args.at, args.directory)
             stats, meta, commits = store.stats(), store.meta(), store.commits()
             if args.count:
                 rows = {spec.name: store.count(spec.index) for spec in identity.tables}

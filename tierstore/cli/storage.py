@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.config import format_bytes
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, InputError
 from tierstore.threads import Thread
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ Progress = Callable[[int, int], None]
 """Called with the amount that is done, and the amount in all."""
 Result = TypeVar("Result")
 
+COMMIT = "named by number or tag (number:N or tag:NAME where a tag has digits alone)"
+"""Says in a help text how a commit is named."""
 EXIT_DAMAGED = 1
 _META_WIDTH = 60
 LOG_INTERVAL = 5.0
@@ -52,11 +54,29 @@ def add_command(
     return parser
 
 
+class Digits(int):
+    """The number of a commit, named by digits alone, as a tag might be."""
+
+
 def parse_commit(text: str) -> int | str:
-    """Return the commit that an argument names: its number, or its tag."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("a commit is a number or a tag, not ''")
-    return int(text) if text.isdecimal() else text
+    """Return the commit that an argument names: its number, or its tag, or ``number:N`` or ``tag:NAME``."""
+    kind, _, name = text.partition(":")
+    if kind == "tag" and name.strip():
+        return name
+    if kind == "number" and name.isdecimal():
+        return int(name)
+    if not text.strip() or kind in ("tag", "number"):
+        raise argparse.ArgumentTypeError(f"a commit is a number, a tag, number:N or tag:NAME, not {text!r}")
+    return Digits(text) if text.isdecimal() else text
+
+
+def check_unambiguous(commits: Sequence[CommitInfo], at: int | str, directory: Path) -> None:
+    """Raise ``InputError`` for digits that are the number of a commit and the tag of another."""
+    tagged = {commit.id for commit in commits if commit.tag == str(at)} - {at}
+    if isinstance(at, Digits) and tagged and at in {commit.id for commit in commits}:
+        raise InputError(
+            f"{directory}: {at} is the number of a commit and the tag of another; say number:{at} or tag:{at}"
+        )
 
 
 def print_json(content: Any) -> None:

@@ -76,10 +76,11 @@ def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) 
     for commit in reversed(commits):
         if at == (commit.tag if isinstance(at, str) else commit.id):
             return commit
-    raise InputError(
-        f"{path}: {'a commit tagged ' if isinstance(at, str) else 'commit '}{at!r} is not kept; "
-        f"{describe(commits)}"
-    )
+    named = f"a commit tagged {at!r}" if isinstance(at, str) else f"commit {at}"
+    hint = ""
+    if not isinstance(at, str) and any(commit.tag == str(at) for commit in commits):
+        hint = f"a commit tagged {str(at)!r} is: say tag:{at} on the command line, at={str(at)!r} in Python; "
+    raise InputError(f"{path}: {named} is not kept; {hint}{describe(commits)}")
 
 
 def check_droppable(commits: Sequence[CommitInfo], id: int, path: str | Path) -> None:
