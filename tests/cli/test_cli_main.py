@@ -136,6 +136,14 @@ def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:
     assert subprocess.run(["bash", "-c", command], check=False).returncode == 2
 
 
+def test_a_full_standard_output_is_named() -> None:
+    command = f"'{sys.executable}' -m tierstore.cli bench >/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: [Errno 28] No space left on device: 'standard output'")
+    assert done.stderr.count("\n") == 1
+
+
 def test_work_goes_on_where_nobody_can_write_its_progress() -> None:
     """The disk of a training's log may be full."""
     code = (

@@ -22,7 +22,8 @@ def console() -> int:
     Ctrl-C in that moment ends the process at once: an interpreter that ended beside such threads would abort.
     """
     _open_streams()
-    sys.stderr = _lossy(sys.stderr)
+    sys.stderr = _through(_Lossy, sys.stderr, line_buffering=True)
+    sys.stdout = _through(_Named, sys.stdout, line_buffering=bool(sys.stdout.line_buffering))
     if not os.environ.get("COLUMNS", "1").strip("0"):
         del os.environ["COLUMNS"]  # of a shell that does not know the width; rich would print nothing
     try:
@@ -64,10 +65,30 @@ def _drop_what_nobody_reads() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _lossy(stream: TextIO) -> TextIO:
-    """Return a stream for messages to the file of ``stream``, which loses what the file has no room for."""
-    raw = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+def _through(file: type[io.FileIO], stream: TextIO, line_buffering: bool) -> TextIO:
+    """Return a stream to the file of ``stream``, which treats errors as ``file`` does."""
+    raw = io.BufferedWriter(file(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(
+        raw, encoding=stream.encoding, errors=stream.errors, line_buffering=line_buffering
+    )
+
+
+class _Named(io.FileIO):
+    """An error of standard output says where it was, as errors of other files do. It is raised once: the
+    interpreter would raise it again when it ends."""
+
+    failed = False
+
+    def write(self, data):  # type: ignore[no-untyped-def]  # of any object with bytes
+        if self.failed:
+            return len(data)
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.failed = True
+            raise OSError(error.errno, error.strerror, "standard output") from error
 
 
 class _Lossy(io.FileIO):
