@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.store.store_model import CAP, TABLES, assert_holds, put, stored_ids
-from tierstore.errors import ClosedError, StoreFullError
+from tierstore.errors import ClosedError, ConfigError, StoreFullError
 from tierstore.store import open_store
 
 
@@ -49,3 +49,14 @@ def test_full_device(tmp_path, engine):
         count = int(meta.split()[1]) if meta.startswith(b"filled") else len(stored_ids(store, 1))
         assert stored_ids(store, 1) == list(range(count))
         assert_holds(store, 1, range(count), version=1 if meta == b"safe" else 2)
+
+
+def test_the_least_cap_of_lmdb(tmp_path):
+    """A map of LMDB is no smaller, so a smaller cap would not be kept."""
+    with pytest.raises(ConfigError, match="cap is 1023 KiB; an LMDB store needs at least 1 MiB, so raise"):
+        open_store(tmp_path / "a", "lmdb", TABLES, 1023 << 10)
+    with open_store(tmp_path / "b", "lmdb", TABLES, 1 << 20) as store:
+        with pytest.raises(StoreFullError, match="the cap of 1 MiB is reached"):
+            put(store, 1, range(100_000))
+        files = (tmp_path / "b").rglob("data.mdb")
+        assert [file.stat().st_size <= 1 << 20 for file in files] == [True]

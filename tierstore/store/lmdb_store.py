@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.config import format_bytes
-from tierstore.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError
+from tierstore.errors import ConfigError, InputError, StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
@@ -58,6 +58,11 @@ class LMDBStore(StoreBase):
 
     def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
+        if self._cap < _MIN_MAP and not options.read_only:
+            raise ConfigError(
+                f"{path}: the cap is {format_bytes(self._cap)}; an LMDB store needs at least "
+                f"{format_bytes(_MIN_MAP)}, so raise ssd, or choose another engine"
+            )
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
             if not options.read_only:
@@ -97,7 +102,7 @@ class LMDBStore(StoreBase):
         """Open the environment ``file`` and begin a transaction; return the commit that the file holds."""
         sizes = self._sizes.known()
         self._file = file
-        map_size = min(max(self._cap, _MIN_MAP), _MAX_MAP)
+        map_size = min(self._cap, _MAX_MAP)
         if self._read_only:
             with store_errors(f"opening {file}"):
                 map_size = max(file.stat().st_size, _MIN_MAP)
