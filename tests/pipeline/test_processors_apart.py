@@ -143,11 +143,11 @@ def test_the_processor_of_a_thread() -> None:
 def test_a_prefetch_leaves_a_processor_to_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its threads do, those of the kernels and the training thread do not."""
+    """Its threads do, those of the kernels and the training thread do not. Where there is one processor, all
+    threads share it."""
     own = threading.get_native_id()
     everywhere = os.sched_getaffinity(own)
-    if len(everywhere) < 2:
-        pytest.fail("this test needs two processors")
+    working_ahead = {"tierstore-prefetch", "tierstore-read-ahead"}
     monkeypatch.setattr(processors, "_FEW", len(everywhere))
     monkeypatch.setattr(processors, "_WAITED", 2.0)  # whatever else runs on the machine
     seen: dict[str, set[int]] = {}
@@ -161,5 +161,6 @@ def test_a_prefetch_leaves_a_processor_to_the_training_thread(
                 with suppress(ProcessLookupError):  # a thread may have ended since it was listed
                     seen[names.get(int(task.name), "native")] = os.sched_getaffinity(int(task.name))
     apart = {name for name, where in seen.items() if len(where) == len(everywhere) - 1}
-    assert apart == {"tierstore-prefetch", "tierstore-read-ahead"}
+    assert working_ahead <= seen.keys()
+    assert apart == (working_ahead if len(everywhere) > 1 else set())
     assert all(where == everywhere for name, where in seen.items() if name not in apart)
