@@ -57,6 +57,7 @@ class Experiment:
         self.predicted: Predicted | None = None
         self.folder = checkpoint.folder_of(args)
         self.started = False
+        self.reader_gone = False
         self.saved: int | None = None
         """Batches of the last known checkpoint."""
 
@@ -93,6 +94,8 @@ class Experiment:
             raise
         finally:
             self.scalars.close()
+        if self.reader_gone:
+            raise BrokenPipeError  # as of other commands, see console.py
         if report is None:
             self._print_resume_hint()
             other = EXIT_INTERRUPTED if self.ranks.sharded else 1
@@ -166,12 +169,13 @@ class Experiment:
         rss: PeakRss,
         saver: Saver | None = None,
     ) -> RunResult | None:
-        """Train, save and evaluate; return None when a signal ended the training, whose progress is saved."""
+        """Train, save and evaluate; return None when a signal, or the reader of the progress, ended the
+        training. What it has trained is saved."""
         self.started = True
         sharded = self.ranks.sharded
-        trainer.interrupted = lambda: interrupt.signal is not None
         samples = Samples(trainer, self.plan is not None and title == "tiered")
         with Display(title, quiet=not self.ranks.prints) as display, interrupt:
+            trainer.interrupted = lambda: interrupt.signal is not None or display.reader_gone
 
             def after_step() -> bool:
                 if display.due():
@@ -182,7 +186,7 @@ class Experiment:
                 if saver is not None:
                     saver.after_step()
                     self.saved = saver.saved
-                return sharded or interrupt.signal is None  # ranks agree on it in their step
+                return sharded or not trainer.interrupted()  # ranks agree on it in their step
 
             finished = trainer.train(self.dataset, after_step)
             display.show(trainer.progress())
@@ -190,7 +194,8 @@ class Experiment:
             if saver is not None:
                 saver.save()
                 self.saved = saver.saved
-        if not finished or trainer.stopping or (not sharded and interrupt.signal is not None):
+        if not finished or trainer.stopping or (not sharded and trainer.interrupted()):
+            self.reader_gone = display.reader_gone
             return None
         if self.plan is not None and samples.taken:
             between = self.ranks.gather(samples.between())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -48,4 +49,5 @@ class GracefulInterrupt:
         self.signal = number
         self._restore()
         if self._says:
-            print("\nstopping after this batch; once more to stop at once", file=sys.stderr, flush=True)
+            with suppress(BrokenPipeError):  # an error here would end the batch
+                print("\nstopping after this batch; once more to stop at once", file=sys.stderr, flush=True)

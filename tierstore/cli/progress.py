@@ -93,6 +93,8 @@ class Display:
     def __init__(self, title: str, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._title = title
         self._quiet = quiet
+        self.reader_gone = False
+        """Whether nobody reads what is shown (``| head``); nothing is shown from then on."""
         self._stream = stream if stream is not None else sys.stderr
         self._live: Any = None
         self._interval = LIVE_INTERVAL if self._stream.isatty() else LOG_INTERVAL
@@ -127,7 +129,10 @@ class Display:
             return
         self._last = line
         if self._live is None:
-            print(line, file=self._stream, flush=True)
+            try:
+                print(line, file=self._stream, flush=True)
+            except BrokenPipeError:
+                self.reader_gone = self._quiet = True
         else:
             from rich.text import Text
 
