@@ -31,7 +31,8 @@ def progress() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
 
         def bars(text: str, total: int | None) -> Callable[..., None]:
             task = shown.add_task(text, total=total)

@@ -96,13 +96,19 @@ def test_ctrl_c_while_the_command_is_imported_exits_130(
 
 @pytest.mark.parametrize(
     ("arguments", "reader", "code"),
-    [("bench", "true", 141), ("inspect /nowhere 2>&1", "true", 141), ("bench", "cat", 0)],
+    [
+        ("bench", "true", 141),
+        ("inspect /nowhere 2>&1", "true", 141),
+        ("trace describe log.csv --columns user", "true", 141),  # has a table of rich
+        ("bench", "cat", 0),
+    ],
 )
 def test_a_pipe_without_reader_ends_the_command_as_it_ends_others(
-    arguments: str, reader: str, code: int
+    arguments: str, reader: str, code: int, tmp_path: Path
 ) -> None:
     """No other code says so: ``verify`` has 1 for damage."""
-    command = f"(sleep 0.5; exec '{sys.executable}' -m tierstore.cli {arguments}) | {reader}"
+    (tmp_path / "log.csv").write_text("user\n1\n2\n")
+    command = f"cd '{tmp_path}'; (sleep 0.5; exec '{sys.executable}' -m tierstore.cli {arguments}) | {reader}"
     command += "; exit ${PIPESTATUS[0]}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert result.returncode == code

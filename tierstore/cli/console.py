@@ -34,8 +34,11 @@ def console() -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has gone (`| head`)
-        _drop_what_nobody_reads()
-        return _EXIT_WITHOUT_READER
+        return _without_reader()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends programs with 1, the code of damage
+            return _without_reader()
+        raise
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
@@ -56,13 +59,15 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
-def _drop_what_nobody_reads() -> None:
-    """Empty the streams. Else Python would complain of a broken pipe, and exit with 120, when it ends."""
+def _without_reader() -> int:
+    """Empty the streams, and return the exit code. Else Python would complain of a broken pipe, and exit with
+    120, when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return _EXIT_WITHOUT_READER
 
 
 def _through(file: type[io.FileIO], stream: TextIO, line_buffering: bool) -> TextIO:

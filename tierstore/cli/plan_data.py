@@ -180,5 +180,6 @@ def _bar(title: str, total: int | None) -> Iterator[tuple[Any, Any]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield progress, progress.add_task(title, total=total)

@@ -78,7 +78,8 @@ def _progress(text: str, total: int | None) -> Any:
     @contextmanager
     def shown() -> Any:
         columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        console = Console(stderr=True)  # elsewhere than in a terminal rich would leave an empty line
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(text, total=total)
             yield lambda done: progress.update(task, completed=done)
 
