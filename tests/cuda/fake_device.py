@@ -17,9 +17,11 @@ from tests.cuda.fake import fake_gpu
 from tierstore._core import HostRows
 from tierstore.cache.device import ComputedRows
 from tierstore.cuda import rows
-from tierstore.cuda.cubins import CubinCache
+from tierstore.cuda.compute import parts_of
+from tierstore.cuda.cubins import CubinCache, Part
 from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.memory import Block
+from tierstore.cuda.rows import ANY_LAYOUT
 from tierstore.cuda.streams import Stream
 from tierstore.cuda.uvm import UvmRows
 
@@ -39,11 +41,11 @@ class FakeDevice(CudaDevice):
         usual = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
         super().__init__(*options, libraries=libraries or usual, **more)
         self._shared: list[np.ndarray] = []
-        self.computed: set[ComputedRows] = set()
+        self.prepared: set[Part] = set()
 
-    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
-        self.computed |= set(rows)
-        super().prepare(rows)
+    def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
+        self.prepared |= {ANY_LAYOUT, *parts_of(rows, updated)}
+        super().prepare(rows, updated)
 
     def share(self, array: np.ndarray) -> int:
         """Let kernels access the array until the device is closed; return its address."""

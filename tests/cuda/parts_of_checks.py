@@ -1,8 +1,8 @@
 """The parts of the kernels that the checks on a GPU and ``tierstore bench gpu`` load.
 
-Nobody keeps a list of them. The checks of whole trainings run here on the CPU, whose tables say which rows
-they compute on as those of a GPU do; tests/cuda/fake_torch.py checks that tables on a GPU load no other
-parts. The checks of rows alone, which only a GPU can run, have parameters that say it.
+Nobody keeps a list of them. The checks of whole trainings run here on the CPU, whose tables, gradient hooks
+and norms say which rows they compute on as those of a GPU do; tests/cuda/fake_torch.py checks that trainings
+on a GPU load no other parts. The checks of rows alone, which only a GPU can run, have parameters that say it.
 
 ``python -m tests.cuda.parts_of_checks`` prints the parts as JSON.
 """
@@ -27,10 +27,10 @@ import pytest
 from bench._gpu_rows import OPTIMIZER
 from bench._gpu_sizes import Sizes
 from tests.cuda import test_on_gpu, test_training_on_gpu, test_uvm_on_gpu
-from tests.cuda.loaded_parts import parts_of_tables
 from tierstore.cache.device import ComputedRows, HostDevice
 from tierstore.cuda.compute import parts_of
 from tierstore.cuda.cubins import Part
+from tierstore.cuda.rows import ANY_LAYOUT
 
 OF_ROWS: dict[str, list[ComputedRows]] = {
     "test_kernels_have_the_bits_of_the_host": [
@@ -72,25 +72,27 @@ def _cases(function: Any) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _computed() -> Iterator[set[ComputedRows]]:
-    """Yield a set that gets all rows on which tables on the CPU compute."""
-    found: set[ComputedRows] = set()
+def _prepared() -> Iterator[set[Part]]:
+    """Yield a set that gets the parts that a GPU would have ready where the CPU is."""
+    found: set[Part] = set()
 
-    def prepare(_: HostDevice, rows: Collection[ComputedRows] = ()) -> None:
-        found.update(rows)
+    def prepare(
+        _: HostDevice, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()
+    ) -> None:
+        found.update([ANY_LAYOUT, *parts_of(rows, updated)])
 
     with mock.patch.object(HostDevice, "prepare", prepare):
         yield found
 
 
-def rows_of_trainings() -> set[ComputedRows]:
-    """Run the checks of test_training_on_gpu.py on the CPU; return the rows that their tables compute on.
+def parts_of_trainings() -> set[Part]:
+    """Run the checks of test_training_on_gpu.py on the CPU; return the parts that they load on a GPU.
 
     Raises AssertionError for a check that fails though it is none of ``GPU_ALONE``: what comes after the
     failure is unknown.
     """
     failed: dict[str, BaseException] = {}
-    with _computed() as found, mock.patch.object(test_training_on_gpu, "GPU", "cpu"):
+    with _prepared() as found, mock.patch.object(test_training_on_gpu, "GPU", "cpu"):
         for name, function in checks_of(test_training_on_gpu).items():
             for case in _cases(function):
                 on_cpu = {key: "cpu" if value == "cuda:0" else value for key, value in case.items()}
@@ -109,13 +111,13 @@ def rows_of_trainings() -> set[ComputedRows]:
 
 def parts_of_bench(sizes: Sizes) -> list[Part]:
     """Return the parts that ``tierstore bench gpu`` loads, in all of its parts together."""
-    return parts_of_tables([(sizes.dim, "fp32", OPTIMIZER.step_args().kind)])
+    return [ANY_LAYOUT, *parts_of([(sizes.dim, "fp32", OPTIMIZER.step_args().kind)])]
 
 
 def parts_of_checks() -> list[Part]:
     """Return all parts that are loaded, each once. It takes some ten seconds."""
     of_rows = parts_of([*itertools.chain(*OF_ROWS.values())])
-    of_trainings = parts_of_tables(sorted(rows_of_trainings()))
+    of_trainings = sorted(parts_of_trainings(), key=str)
     return list(dict.fromkeys([*parts_of_bench(Sizes()), *of_rows, *of_trainings]))
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cuda import parts_of_checks, test_on_gpu, test_training_on_gpu, test_uvm_on_gpu
 from tests.cuda.fake_device import fake_device
 from tests.cuda.loaded_parts import loaded_parts
-from tests.cuda.parts_of_checks import GPU_ALONE, OF_ROWS, checks_of, rows_of_trainings
+from tests.cuda.parts_of_checks import GPU_ALONE, OF_ROWS, checks_of, parts_of_trainings
 from tests.cuda.random_work import RandomWork
 from tierstore.cuda.compute import parts_of
 from tierstore.cuda.rows import ANY_LAYOUT
@@ -36,11 +36,12 @@ def test_rows_of_uvm_load_the_parts_of_theirs() -> None:
     assert loaded <= {ANY_LAYOUT, *parts_of([test_uvm_on_gpu.COMPUTED])}
 
 
-def test_rows_of_trainings_are_found_by_training() -> None:
+def test_parts_of_trainings_are_found_by_training() -> None:
     """Every check of a training runs here on the CPU, but those that want something of a GPU."""
-    found = rows_of_trainings()
-    assert {(dim, "fp32", kind) for dim in (3, 64) for kind in range(10)} <= found
-    assert {(64, weights, kind) for weights in ("bf16", "fp16") for kind in range(10)} <= found
+    found = parts_of_trainings()
+    layouts = [(3, "fp32"), (64, "fp32"), (64, "bf16"), (64, "fp16")]
+    rows = [(dim, weights, kind) for dim, weights in layouts for kind in range(10)]
+    assert {ANY_LAYOUT, *parts_of(rows)} <= found
     names = {name.partition("[")[0] for name in GPU_ALONE}
     assert names <= checks_of(test_training_on_gpu).keys()
 
@@ -51,4 +52,4 @@ def test_a_check_that_fails_unexpectedly_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(parts_of_checks, "checks_of", lambda module: {"test_new": test_new})
     with pytest.raises(AssertionError, match=r"name them in GPU_ALONE.*test_new"):
-        rows_of_trainings()
+        parts_of_trainings()

@@ -143,7 +143,7 @@ class FarDevice:
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
 
-    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+    def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
 
     def ready_updates(self, updates: Sequence[partial[Array]]) -> AbstractContextManager[HostUpdates]:

@@ -196,10 +196,10 @@ class Device(Protocol):
         """Return the bytes that rows could take now, and that they could take if nothing else did."""
         ...
 
-    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+    def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         """Make ready whatever computes on such rows, so that no later call fails for the lack of it.
 
-        Raises ``GpuError``.
+        ``updated``: rows that are updated, and that nobody looks up. Raises ``GpuError``.
         """
         ...
 
@@ -288,7 +288,7 @@ class HostDevice:
         limit = memory_limit()
         return limit, limit
 
-    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+    def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
-from tierstore.cache.device import open_device
+from tierstore.cache.device import ComputedRows, open_device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.cache.loss import warns_of_loss
@@ -82,6 +82,7 @@ class Engine:
         self.uncommitted = 0
         """Updates, and calls that overwrote rows, since the last commit."""
         self._after_moves: list[WeakMethod[Callable[[], None]]] = []
+        self._updated: set[ComputedRows] = set()  # beside the rows of the tables; see prepare()
         self._process = OwnProcess()
         self._closing = threading.Lock()
         self.closed = False
@@ -110,7 +111,7 @@ class Engine:
     def _open_tiers(self, at: int | str, undo: ExitStack) -> None:
         config = self.config
         opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy, self.device)
-        self.device.prepare(opening.computed())
+        self.device.prepare(opening.computed(), self._updated)
         if config.ssd:
             opens = partial(open_store, io=config.io, keep=self._keep, at=at, index=config.index)
             self.store = opens(config.path, config.engine, self.specs, config.ssd_cap)
@@ -146,28 +147,25 @@ class Engine:
         """Open the tables, unless they are open."""
         self.check_open()
 
+    def prepare(self, updated: Collection[ComputedRows]) -> None:
+        """Make the device ready for updates of such rows, which are in no table: now, or before the tables
+        are opened. Raises ``GpuError``, and then nothing has changed."""
+        if not self.waits and not self._updated.issuperset(updated):
+            self.device.prepare(updated=updated)
+        self._updated.update(updated)
+
     def table_index(self, name: str | None) -> int:
         """Return the index of a table by name; None is allowed where there is only one."""
-        if name is None:
-            if len(self.tables) > 1:
-                raise InputError(f"name a table; there are {[table.name for table in self.tables]}")
-            return 0
-        for index, table in enumerate(self.tables):
-            if table.name == name:
-                return index
-        raise InputError(
-            f"there is no table {name!r}; the tables are {[table.name for table in self.tables]}"
-        )
+        names = [table.name for table in self.tables]
+        if name is None and len(names) > 1:
+            raise InputError(f"name a table; there are {names}")
+        if name is not None and name not in names:
+            raise InputError(f"there is no table {name!r}; the tables are {names}")
+        return 0 if name is None else names.index(name)
 
     def _batch_of(self, table: int, ids: NDArray[np.int64]) -> _core.Batch:
-        segment = IdSegment(
-            self.tables[table].name,
-            ids.ctypes.data,
-            len(ids),
-            False,
-            table,
-            self.tables[table].num_embeddings,
-        )
+        name, rows = self.tables[table].name, self.tables[table].num_embeddings
+        segment = IdSegment(name, ids.ctypes.data, len(ids), False, table, rows)
         return self._group_of[table].batch([segment])
 
     # -- rows ----------------------------------------------------------------------------

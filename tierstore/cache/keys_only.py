@@ -101,7 +101,7 @@ class NoDevice:
     def memory(self) -> tuple[int, int]:
         return HOST.memory()
 
-    def prepare(self, rows: Collection[ComputedRows] = ()) -> None:
+    def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         return
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:

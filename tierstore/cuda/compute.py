@@ -38,15 +38,19 @@ def _vec(dim: int, address: int, *strides: int | NDArray[np.int64]) -> int:
     return 4 if aligned and all(not np.any(np.asarray(stride) % 4) for stride in strides) else 1
 
 
-def parts_of(rows: Collection[tuple[int, str, int]]) -> list[Part]:
+def parts_of(
+    rows: Collection[tuple[int, str, int]], updated: Collection[tuple[int, str, int]] = ()
+) -> list[Part]:
     """Return the kernels that look up and update rows of these columns, dtypes of weights and kinds of steps:
-    also where a tensor lies so that words of four floats cannot be read."""
-    words = {dim: (4, 1) if dim % 4 == 0 else (1,) for dim, _, _ in rows}
+    also where a tensor lies so that words of four floats cannot be read. ``updated``: rows that are updated
+    alone."""
+    wanted: list[tuple[int, str, int | None]] = [
+        (dim, weights, kind) for dim, weights, step in rows for kind in (None, step)
+    ]
     found = [
         Part(dim, vec, kind, weights)
-        for dim, weights, step in rows
-        for vec in words[dim]
-        for kind in (None, step)
+        for dim, weights, kind in [*wanted, *updated]
+        for vec in ((4, 1) if dim % 4 == 0 else (1,))
     ]
     return list(dict.fromkeys(found))
 

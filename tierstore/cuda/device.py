@@ -123,15 +123,17 @@ class CudaDevice:
         """Return an attribute of the GPU (CUdevice_attribute)."""
         return self._driver.number("cuDeviceGetAttribute", which, self.number)
 
-    def prepare(self, rows: Collection[tuple[int, str, int]] = ()) -> None:
-        """Load the kernels that every row needs, and those that look up and update ``rows``: columns, dtype
-        of the weights and kind of the optimizer's step. So it is known whether they compile for this GPU
-        before anything depends on it.
+    def prepare(
+        self, rows: Collection[tuple[int, str, int]] = (), updated: Collection[tuple[int, str, int]] = ()
+    ) -> None:
+        """Load the kernels that every row needs, those that look up and update ``rows`` (columns, dtype of
+        the weights and kind of the optimizer's step), and those that update ``updated``. So it is known
+        whether they compile for this GPU before anything depends on it.
 
         Raises ``GpuError``.
         """
         self.parts.kernels.load(ANY_LAYOUT, "move_rows")
-        for part in parts_of(rows):
+        for part in parts_of(rows, updated):
             self.parts.kernels.prepare(part)
 
     def memory(self) -> tuple[int, int]:
@@ -292,9 +294,11 @@ class UvmDevice:
         """Return what the GPU says: how much the host has is not known here."""
         return self._gpu.memory()
 
-    def prepare(self, rows: Collection[tuple[int, str, int]] = ()) -> None:
+    def prepare(
+        self, rows: Collection[tuple[int, str, int]] = (), updated: Collection[tuple[int, str, int]] = ()
+    ) -> None:
         """Load the GPU's kernels, as :meth:`CudaDevice.prepare` does."""
-        self._gpu.prepare(rows)
+        self._gpu.prepare(rows, updated)
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> UvmRows:
         """Return room for rows, each in one piece. Raises ``tierstore._core.AddressSpaceError``."""

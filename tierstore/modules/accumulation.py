@@ -33,6 +33,8 @@ from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
 
+_SUMS = optim.SGD(lr=1.0).step_args()
+"""A step whose squares are those of the gradients."""
 _WITNESS = 2.0**-13
 """The second element of a shown gradient, by the first. A factor changes both alike, bit for bit."""
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -60,7 +62,8 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
     Sharded collections are updated as by one batch of all passes on the same ranks. All ranks make as many
     passes, and call ``step()`` and ``parameters()`` together; norms count the rows of all ranks.
 
-    Raises ConfigError for a model without tiered modules, or that accumulates already.
+    Raises ConfigError for a model without tiered modules, or that accumulates already, and GpuError for a GPU
+    whose kernels for norms do not compile.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = {id(m): m for one in models for m in one.modules() if isinstance(m, TieredModule)}
@@ -112,7 +115,10 @@ class Accumulation(AppliedOptimizer):
                 )
 
     def begin(self) -> None:
-        """Keep the gradients of the modules' backward passes."""
+        """Keep the gradients of the modules' backward passes. Devices get ready for their norms before."""
+        for module in self._kept:
+            tables = [] if module.frozen else map(module.engine.tables.__getitem__, module.table_numbers)
+            module.engine.prepare({(table.embedding_dim, table.dtype, _SUMS.kind) for table in tables})
         for module in self._kept:
             module.accumulation = self
 
@@ -245,13 +251,13 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
     """Return the norm of the gradients of all rows together, on all ranks; the rows themselves are not
     read."""
     lookup, gradients = joined(passes, _padding(module))
-    total, step = 0.0, optim.SGD(lr=1.0).step_args()
+    total = 0.0
     left_out = [*module.frozen_tables(), *module.tables_counted_elsewhere()]
     for index, part in enumerate(lookup.parts):
         count = len(part.batch.unique)
         squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
         slots, csr = np.zeros(count, np.int32), trained_csr(part, left_out)
-        args = update_args(part, slots, csr, step, squares=squares)
+        args = update_args(part, slots, csr, _SUMS, squares=squares)
         rows = part.group.device.load(row, part.group.layout.weights)
         gradients.update(index, part, rows, args, None)
         total += float(squares.sum(dtype=np.float64))

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore import _core
 from tierstore._core import OptimizerStep, UpdateArgs
-from tierstore.cache.device import DeviceRows
+from tierstore.cache.device import ComputedRows, DeviceRows
 from tierstore.errors import ConfigError, GradientError
 from tierstore.keys import split
 from tierstore.modules.gpu import brought
@@ -27,6 +27,11 @@ from tierstore.row_format import WIDE
 GradientHook: TypeAlias = Callable[[Tensor, Tensor], Tensor | None]
 """``hook(ids, gradients)`` → gradients: int64 (n,) and float32 (n, dim), of the rows of an update."""
 _TAKEN_OFF = OptimizerStep(kind=0, lr=-1.0)  # of rows of zeros this makes their gradients
+
+
+def rows_of_sums(dim: int) -> ComputedRows:
+    """Return the rows whose update sums the gradients of a table of ``dim`` columns, for its hooks."""
+    return dim, WIDE.weights, _TAKEN_OFF.kind
 
 
 class GradientHooks:

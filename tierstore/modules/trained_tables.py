@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
-from tierstore.modules.gradient_hooks import GradientHook
+from tierstore.modules.gradient_hooks import GradientHook, rows_of_sums
 from tierstore.modules.parts import Part
 from tierstore.modules.row_calls import RowCalls
 from tierstore.modules.row_shares import TableStep
@@ -131,8 +131,17 @@ class TrainedTables(RowCalls):
         them in place. Hooks run in the order of their registration, before a row is updated; what one raises
         becomes a GradientError that names the table. The handle removes the hook. Sharded tables call the
         hook on each rank with the rows that it holds.
+
+        Raises GpuError for a GPU whose kernels for this do not compile.
         """
-        return self.rules.hooks.add(self._hooked_name(table), hook)
+        name = self._hooked_name(table)
+        self._prepare_sums([name])
+        return self.rules.hooks.add(name, hook)
+
+    def _prepare_sums(self, names: Collection[str]) -> None:
+        """Make the device ready to sum the gradients of tables for their hooks."""
+        tables = [self.engine.tables[number] for number in self.rules.numbers_of(names)]
+        self.engine.prepare([rows_of_sums(table.embedding_dim) for table in tables])
 
     def _hooked_name(self, table: str | None) -> str:
         """Return the name of a table that may have hooks."""
@@ -140,8 +149,8 @@ class TrainedTables(RowCalls):
 
     def take_gradient_hooks(self, module: TrainedTables) -> None:
         """Take over the hooks of another module of the same tables; their handles still remove them."""
-        for table in [table for table, hooks in module.rules.hooks.of.items() if hooks]:
-            self._hooked_name(table)
+        hooked = [table for table, hooks in module.rules.hooks.of.items() if hooks]
+        self._prepare_sums([self._hooked_name(table) for table in hooked])
         self.rules.hooks = module.rules.hooks
 
     def gradient_hooks(self) -> dict[int, tuple[str, list[GradientHook]]]:

@@ -101,7 +101,8 @@ def _shard(
     )
     sharded = _sharded(module, plan, env, options)
     try:
-        sharded.take_gradient_hooks(module)
+        with env.shared_errors():
+            sharded.take_gradient_hooks(module)
         hooks = module.rules.hooks.of
         found: dict[str, Any] = {"gradient hooks": sorted((t, len(own)) for t, own in hooks.items() if own)}
         if sharded.is_fresh:
