@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.cuda.fake_device import FakeDevice, fake_device
 from tierstore import GpuError
 from tierstore import _core as core
 from tierstore.cuda.compute import CudaRows
+from tierstore.cuda.memory import Arena
 
 DIM, WEIGHTS, ROW, SLOTS = 32, 128, 144, 4096
 PAGE = 4096
@@ -107,6 +109,67 @@ def test_rows_beyond_the_memory_of_the_gpu_are_refused(device: FakeDevice) -> No
     rows.commit(768)
     assert used() == before[0] + room + 2 * PAGE
     np.testing.assert_array_equal(read(rows, first(256)), data)
+    fake_gpu().set_memory(1 << 30)
+    del rows
+
+
+def pieces(rows: CudaRows) -> list[int]:
+    """How many pieces of memory each range has."""
+    memory = cast("Arena", rows._memory)
+    return [len(found._pieces) for found in memory._ranges]
+
+
+def test_growth_takes_an_eighth_more_than_is_there(device: FakeDevice) -> None:
+    """So that few of many steps wait for the driver."""
+    slots, step = 1 << 15, 64
+    rows, before = device.allocate(slots, ROW, dim=DIM), used()
+    for wanted in range(step, slots + 1, step):
+        rows.commit(wanted)
+        assert wanted * ROW <= used() - before <= wanted * ROW * 9 // 8 + 3 * PAGE
+    assert used() - before == slots * ROW
+    assert max(pieces(rows)) < 50  # of 512 steps
+    del rows
+
+
+def test_growth_takes_an_eighth_of_what_is_free_at_most(device: FakeDevice) -> None:
+    rows, _ = filled(device, 2048)
+    fake_gpu().set_memory(used() + 16 * PAGE)
+    before = used()
+    rows.commit(2048 + 32)  # a page of weights, and one of state
+    assert used() - before == 3 * PAGE
+    fake_gpu().set_memory(1 << 30)
+    del rows
+
+
+def test_no_row_beyond_those_that_are_kept_has_memory_before_it_is_needed(device: FakeDevice) -> None:
+    rows, before = device.allocate(SLOTS, ROW, dim=DIM, kept=1024), used()
+    rows.commit(1000)
+    rows.commit(1000 + 8)
+    assert used() - before == 1024 * ROW
+    rows.commit(1024 + 32)
+    assert used() - before == 1024 * ROW + 2 * PAGE
+    del rows
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["weights", "state"])
+def test_growth_that_is_refused_more_takes_what_it_needs(device: FakeDevice, after: int) -> None:
+    rows, data = filled(device, 2048)
+    before, objects = fake_gpu().alive
+    fake_gpu().fail("cuMemCreate", OUT_OF_MEMORY, after)
+    rows.commit(2048 + 64)
+    assert fake_gpu().alive == (before + 3 * PAGE, objects + 4)
+    np.testing.assert_array_equal(read(rows, first(2048)), data)
+    del rows
+
+
+def test_growth_that_is_refused_altogether_says_what_it_needs(device: FakeDevice) -> None:
+    rows, data = filled(device, 2048)
+    before = fake_gpu().alive
+    fake_gpu().set_memory(used() + 2 * PAGE)
+    with pytest.raises(core.AddressSpaceError, match=r"12 KiB of GPU memory are needed, and 8 KiB of"):
+        rows.commit(2048 + 64)
+    assert fake_gpu().alive == before
+    np.testing.assert_array_equal(read(rows, first(2048)), data)
     fake_gpu().set_memory(1 << 30)
     del rows
 

@@ -169,7 +169,9 @@ class FarDevice:
     def close(self) -> None:
         """Do nothing."""
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> FarRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> FarRows:
         return FarRows(slots, row_bytes, self.log, weights)
 
     def load(self, rows: Array, weights: str = "fp32") -> FarRows:

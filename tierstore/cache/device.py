@@ -203,10 +203,13 @@ class Device(Protocol):
         """
         ...
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> DeviceRows:
         """Return room for ``slots`` rows with ``weights`` of this dtype, none of which has memory yet.
 
-        ``dim``: the columns of every row, for a device that arranges rows by them; 0: not known.
+        ``dim``: the columns of every row, for a device that arranges rows by them; 0: not known. ``kept``:
+        how many slots, from the first on, may get memory before they are committed; None: all.
 
         Raises ``tierstore._core.AddressSpaceError``.
         """
@@ -291,7 +294,9 @@ class HostDevice:
     def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         """Do nothing."""
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> DeviceRows:
         return HostRows(slots, row_bytes, weights)
 
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:

@@ -104,7 +104,9 @@ class NoDevice:
     def prepare(self, rows: Collection[ComputedRows] = (), updated: Collection[ComputedRows] = ()) -> None:
         return
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> DeviceRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> DeviceRows:
         return NoRows(row_bytes)
 
     def load(self, rows: RowBytes, weights: str = "fp32") -> DeviceRows:

@@ -141,7 +141,9 @@ class CudaDevice:
         with self.streams.calls():
             return self.streams.driver.memory()
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> CudaRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> CudaRows:
         """Return room for rows. Raises ``tierstore._core.AddressSpaceError``.
 
         Weights that fill units of memory are kept apart from the state, so that no unit has some of both.
@@ -149,7 +151,8 @@ class CudaDevice:
         self.check(slots, row_bytes, weights)
         head = RowFormat(weights).weights_end(dim)
         is_cut = 0 < head < row_bytes and head % MEMORY_UNIT == 0
-        arena = Arena(self.streams, self.number, slots * row_bytes, row_bytes, [head] if is_cut else [])
+        cuts, kept = [head] if is_cut else [], slots if kept is None else kept
+        arena = Arena(self.streams, self.number, slots * row_bytes, row_bytes, cuts, kept * row_bytes)
         tail = Tail(arena.tail, head) if is_cut else None
         return self.closing(CudaRows(self.parts, arena, slots, row_bytes, weights, tail), arena.close)
 
@@ -300,7 +303,9 @@ class UvmDevice:
         """Load the GPU's kernels, as :meth:`CudaDevice.prepare` does."""
         self._gpu.prepare(rows, updated)
 
-    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0) -> UvmRows:
+    def allocate(
+        self, slots: int, row_bytes: int, weights: str = "fp32", dim: int = 0, kept: int | None = None
+    ) -> UvmRows:
         """Return room for rows, each in one piece. Raises ``tierstore._core.AddressSpaceError``."""
         gpu = self._gpu
         gpu.check(slots, row_bytes, weights)

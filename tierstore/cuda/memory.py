@@ -29,6 +29,9 @@ from tierstore.errors import GpuError
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # constants of cuda.h
 _PORTABLE, _MAPPED = 1, 2
 _SMALLEST_BLOCK = 64 << 10
+_AHEAD = 8
+"""Rows that need more memory get one in so many bytes more: of those that they have, or of those that are
+free where these are fewer. So few of many plans wait for the driver, and most of the GPU stays free."""
 
 
 class NoRoomError(GpuError):
@@ -119,13 +122,14 @@ class _Range:
 
 
 class Arena:
-    """Memory of rows on a GPU, of which the first ``size`` bytes can be had. Every row is cut at the bytes
-    ``cuts``: its parts are in address spaces of their own, which grow and shrink together."""
+    """Memory of rows on a GPU, of which the first ``size`` bytes can be had, and the first ``kept`` of these
+    may be there before somebody needs them. Every row is cut at the bytes ``cuts``: its parts are in address
+    spaces of their own, which grow and shrink together."""
 
     def __init__(
-        self, streams: Streams, device: int, size: int, row_bytes: int, cuts: Sequence[int] = ()
+        self, streams: Streams, device: int, size: int, row_bytes: int, cuts: Sequence[int], kept: int
     ) -> None:
-        self._streams, self._row_bytes = streams, row_bytes
+        self._streams, self._row_bytes, self._kept = streams, row_bytes, kept
         self._committed = 0
         self._unwanted: tuple[int, Sequence[int]] | None = None
         self._parts = [end - begin for begin, end in pairwise((0, *cuts, row_bytes))]
@@ -149,7 +153,7 @@ class Arena:
 
     @property
     def mapped(self) -> int:
-        """The bytes of rows that have memory."""
+        """The bytes of rows that have memory, whether they were committed or not."""
         return min(
             r.mapped * self._row_bytes // part for r, part in zip(self._ranges, self._parts, strict=True)
         )
@@ -169,9 +173,9 @@ class Arena:
         """Give the rows before byte ``end`` memory, those that were discarded included. Raises as
         :meth:`commit`."""
         with self._streams.lock:
-            lacks = [r.lacks(part) for r, part in self._parts_before(end)]
+            lacks = self._lacks(end)
             if any(lacks):
-                self._map(lacks)
+                self._grow(lacks)
             if self._unwanted is not None and end > self._unwanted[0]:
                 self._unwanted = None
 
@@ -180,10 +184,26 @@ class Arena:
         for found, part in zip(self._ranges, self._parts, strict=True):
             yield found, end // self._row_bytes * part
 
+    def _lacks(self, end: int) -> list[int]:
+        """Return how many bytes each range lacks for the rows before byte ``end``."""
+        return [found.lacks(part) for found, part in self._parts_before(end)]
+
+    def _grow(self, lacks: Sequence[int]) -> None:
+        """Give every range the memory that it lacks, and more if the GPU has so much."""
+        with self._streams.calls():
+            free = self._streams.driver.memory()[0]
+            if sum(lacks) > free:
+                raise AddressSpaceError(_too_little(self._streams, sum(lacks)))
+            ahead = self._lacks(min(self.mapped + min(self.mapped, free) // _AHEAD, self._kept))
+            sizes = [max(pair) for pair in zip(lacks, ahead, strict=True)]
+            if sum(lacks) < sum(sizes) <= free:
+                with suppress(AddressSpaceError):
+                    self._map(sizes)
+                    return
+            self._map(lacks)
+
     def _map(self, sizes: Sequence[int]) -> None:
-        with self._streams.calls(), ExitStack() as undo:
-            if sum(sizes) > self._streams.driver.memory()[0]:
-                raise AddressSpaceError(_too_little(self._streams, sum(sizes)))
+        with ExitStack() as undo:
             for one, size in zip(self._ranges, sizes, strict=True):
                 if size:
                     begin = one.mapped

@@ -81,7 +81,8 @@ class MemoryTier(Tier):
                 share_of=layout.share_of,
                 lanes_of=layout.lanes_of,
             )
-            rows = plan.device.allocate(plan.capacity + overflow, self.row_bytes, plan.weights, plan.dim)
+            slots, kept = plan.capacity + overflow, plan.capacity
+            rows = plan.device.allocate(slots, self.row_bytes, plan.weights, plan.dim, kept)
             rows.commit(native.committed)
         except _core.AddressSpaceError as refused:
             raise (ConfigError if plan.device.name == "cpu" else DeviceFullError)(
