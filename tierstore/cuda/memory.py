@@ -23,7 +23,7 @@ from tierstore.cuda.driver import (
     CallError,
     MemoryLocation,
 )
-from tierstore.cuda.streams import NOTHING, Streams
+from tierstore.cuda.streams import NOTHING, Streams, stream_of
 from tierstore.errors import GpuError
 
 _PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # constants of cuda.h
@@ -240,10 +240,13 @@ class Arena:
 
 class Block:
     """Pinned memory, which the GPU reads and writes at the same address, and ``device``: as much memory on
-    the GPU, 0 if there is none. ``mark``: the last operation that touches the block."""
+    the GPU, 0 if there is none. ``mark``: the last operation that touches the block. A block of no bytes has
+    neither."""
 
     def __init__(self, streams: Streams, size: int, with_device: bool) -> None:
-        self.size, self.device, self.mark = size, 0, NOTHING
+        self.size, self.address, self.device, self.mark = size, 0, 0, NOTHING
+        if not size:
+            return
         driver = streams.driver
         with streams.calls():
             self.address = driver.handle("cuMemHostAlloc", size, _PORTABLE | _MAPPED)
@@ -303,21 +306,24 @@ class Blocks:
         self._streams, self._with_device, self._max_blocks = streams, with_device, max_blocks
         self._lock = threading.RLock()  # the garbage collector may end rows, and their blocks, in any call
         self._all: list[Block] = []
-        self._free: list[Block] = []
+        self._free: dict[int, list[Block]] = {}
+        """By size, those that were given back first come first."""
         self._given: deque[Block] = deque()
 
     def take(self, size: int) -> Block:
         """Return a block of ``size`` bytes or more that no operation uses."""
+        if not size:
+            return Block(self._streams, 0, self._with_device)
         size = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
         with self._lock:
             while self._given:
-                self._free.append(self._given.popleft())
-            block = next((block for block in self._free if block.size == size), None)  # the oldest
+                given = self._given.popleft()
+                self._free.setdefault(given.size, []).append(given)
+            free = self._free.get(size, [])
             may_wait = self._max_blocks is not None and len(self._all) >= self._max_blocks
-            if block is not None and not may_wait and not self._streams.is_done(block.mark):
-                block = None
+            block = free[0] if free and may_wait else self._done(free)
             if block is not None:
-                self._free.remove(block)
+                free.remove(block)
         if block is None:
             block = Block(self._streams, size, self._with_device)
             with self._lock:
@@ -326,9 +332,21 @@ class Blocks:
             self._streams.synchronize(block.mark)
         return block
 
+    def _done(self, free: Sequence[Block]) -> Block | None:
+        """Return a block whose last operation is done, if any is: one that is known to be, for to ask the
+        driver takes longer; or else the first of a stream, whose operations end in their order."""
+        self._streams.check()
+        known = next((block for block in free if not self._streams.unknown([block.mark])), None)
+        if known is not None:
+            return known
+        late_first = sorted(free, key=lambda block: block.mark, reverse=True)
+        of_streams = {stream_of(block.mark): block for block in late_first}
+        return next((block for block in of_streams.values() if self._streams.is_done(block.mark)), None)
+
     def give(self, block: Block) -> None:
         """Let others take the block once its last operation is done. The call takes no lock."""
-        self._given.append(block)
+        if block.size:
+            self._given.append(block)
 
     @property
     def nbytes(self) -> int:

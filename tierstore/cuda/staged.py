@@ -44,7 +44,7 @@ class Constant:
     """Numbers that never change and that many lookups share: the offsets of bags with one id each."""
 
     def __init__(self, blocks: Blocks, array: AnyArray) -> None:
-        self._array = array
+        self._array, self._address = array, array.ctypes.data
         self.block = blocks.take(array.nbytes)
         fill(self.block, [array], [0, array.nbytes])
 
@@ -55,7 +55,7 @@ class Constant:
 
     def has(self, array: AnyArray) -> bool:
         """Return whether an array is the first of these numbers."""
-        return array.ctypes.data == self._array.ctypes.data and array.nbytes <= self._array.nbytes
+        return array.ctypes.data == self._address and array.nbytes <= self._array.nbytes
 
     def address_of(self, array: AnyArray) -> int | None:
         """Return where the GPU has an array; None if these are other numbers."""
@@ -204,7 +204,7 @@ class Indices:
         self.begins = begins
         self.size: int = begins[len(arrays)]
         """Bytes that have to be copied to the GPU."""
-        self.block = blocks.take(max(1, begins[-1]))
+        self.block = blocks.take(begins[-1])  # of no bytes where all that a lookup needs is staged
         fill(self.block, own, begins)
         here = self.block.device
         self.addresses = [

@@ -39,6 +39,11 @@ class Stream(IntEnum):
     SORT = 4
 
 
+def stream_of(mark: int) -> Stream:
+    """Return the stream of an operation."""
+    return Stream(mark & _STREAM_MASK)
+
+
 class Context:
     """The context of a GPU that all libraries of the process share; current in a thread inside ``with``.
 
@@ -274,7 +279,10 @@ class Streams:
 
     def is_done(self, mark: int) -> bool:
         """Return whether the operation is done; the host may use its memory then."""
+        self.check()
         timeline, number = self._timelines[mark & _STREAM_MASK], mark >> _STREAM_BITS
+        if number <= timeline.done:
+            return True  # without the lock, which another thread may hold while the driver lets it wait
         with self.lock, self.calls():
             if number > timeline.done and self.driver.is_done(self._event(timeline, number)):
                 timeline.done = number
@@ -282,7 +290,10 @@ class Streams:
 
     def synchronize(self, mark: int) -> None:
         """Wait until the operation is done. Only threads that plan or move rows may."""
+        self.check()
         timeline, number = self._timelines[mark & _STREAM_MASK], mark >> _STREAM_BITS
+        if number <= timeline.done:
+            return
         with self.calls():
             with self.lock:
                 if number <= timeline.done:
