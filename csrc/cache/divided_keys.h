@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "common/page_allocator.h"
@@ -32,13 +33,16 @@ class DividedKeys {
     // Of each block and part, the number of keys, and then where the next one goes.
     std::vector<std::vector<std::size_t>> next(static_cast<std::size_t>(blocks),
                                                std::vector<std::size_t>(parts));
+    // A thread counts in memory of its own: counts of several threads in one cache line would be as slow as
+    // memory that all of them change.
     ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
-      std::vector<std::size_t>& count = next[static_cast<std::size_t>(first / length)];
+      std::vector<std::size_t> count(parts);
       for (std::int64_t i = first; i < last; ++i) {
         const auto number = static_cast<PartNumber>(part_of(keys[i]));
         part[static_cast<std::size_t>(i)] = number;
         ++count[number];
       }
+      next[static_cast<std::size_t>(first / length)] = std::move(count);
     });
     std::size_t at = 0;
     for (std::size_t number = 0; number < parts; ++number) {
@@ -51,7 +55,7 @@ class DividedKeys {
     }
     begin_[parts] = at;
     ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
-      std::vector<std::size_t>& to = next[static_cast<std::size_t>(first / length)];
+      std::vector<std::size_t> to = next[static_cast<std::size_t>(first / length)];
       for (std::int64_t i = first; i < last; ++i) {
         const std::size_t place = to[part[static_cast<std::size_t>(i)]]++;
         positions_[place] = static_cast<std::int32_t>(i);
@@ -60,6 +64,12 @@ class DividedKeys {
     });
   }
 
+  // Makes each position p positions[p]: those of the keys among others.
+  void MapPositions(const std::int32_t* positions) {
+    for (std::int32_t& position : positions_) position = positions[position];
+  }
+
+  std::int64_t total() const { return static_cast<std::int64_t>(keys_.size()); }
   std::int64_t size(std::size_t part) const { return static_cast<std::int64_t>(keys(part).size()); }
   std::span<const std::uint64_t> keys(std::size_t part) const {
     return {keys_.data() + begin_[part], begin_[part + 1] - begin_[part]};

@@ -33,14 +33,6 @@ LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> 
     throw std::invalid_argument("lanes by id must be 1, 2, 4, 8 or 16, with equally many slots");
 }
 
-std::size_t LaneMap::LaneOf(std::uint64_t key) const {
-  if (by_id_) return LaneIds::LaneOf(key, bits_);
-  const std::uint32_t table = KeyTable(key);
-  const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
-  if (range.count == 1) return range.first;
-  return range.first + static_cast<std::size_t>(((MixKey(key) >> 32) * range.count) >> 32);
-}
-
 LaneMap::Place LaneMap::PlaceOf(std::int32_t slot) const {
   if (by_id_) return {static_cast<std::size_t>(slot) & (lanes() - 1), slot >> bits_};
   if (slot < capacity_) {
@@ -51,15 +43,6 @@ LaneMap::Place LaneMap::PlaceOf(std::int32_t slot) const {
   const auto overflow = static_cast<std::size_t>(slot - capacity_);
   const std::size_t lane = overflow % lanes();
   return {lane, static_cast<std::int32_t>(slots_[lane] + static_cast<std::int64_t>(overflow / lanes()))};
-}
-
-std::int32_t LaneMap::SlotOf(std::size_t lane, std::int32_t slot) const {
-  if (slot < 0) return slot;
-  if (by_id_) return static_cast<std::int32_t>(slot << bits_ | static_cast<std::int32_t>(lane));
-  const std::int64_t own = slots_[lane];
-  if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
-  return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes()) +
-                                   static_cast<std::int64_t>(lane));
 }
 
 void LaneMap::ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const {
@@ -77,8 +60,9 @@ std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* s
   std::vector<std::vector<std::size_t>> next(static_cast<std::size_t>(blocks),
                                              std::vector<std::size_t>(lanes()));
   ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
-    std::vector<std::size_t>& count = next[static_cast<std::size_t>(first / length)];
+    std::vector<std::size_t> count(lanes());  // in memory that no other thread changes
     for (std::int64_t i = first; i < last; ++i) ++count[PlaceOf(slots[i]).lane];
+    next[static_cast<std::size_t>(first / length)] = std::move(count);
   });
   std::vector<PageVector<std::int32_t>> divided(lanes());
   for (std::size_t lane = 0; lane < lanes(); ++lane) {
@@ -87,7 +71,7 @@ std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* s
     divided[lane].resize(at);
   }
   ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
-    std::vector<std::size_t>& to = next[static_cast<std::size_t>(first / length)];
+    std::vector<std::size_t> to = next[static_cast<std::size_t>(first / length)];
     for (std::int64_t i = first; i < last; ++i) {
       const Place place = PlaceOf(slots[i]);
       divided[place.lane][to[place.lane]++] = place.slot;

@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "cache/divided_keys.h"
+#include "cache/lane_ids.h"
+#include "common/key.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
@@ -37,10 +39,23 @@ class LaneMap {
   // Returns the first of a lane's own slots, where rows are divided by a hash.
   std::int64_t first_slot(std::size_t lane) const { return begin_[lane]; }
 
-  std::size_t LaneOf(std::uint64_t key) const;
+  std::size_t LaneOf(std::uint64_t key) const {
+    if (by_id_) return LaneIds::LaneOf(key, bits_);
+    const std::uint32_t table = KeyTable(key);
+    const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
+    if (range.count == 1) return range.first;
+    return range.first + static_cast<std::size_t>(((MixKey(key) >> 32) * range.count) >> 32);
+  }
   Place PlaceOf(std::int32_t slot) const;
   // Returns the slot of the tier; negative numbers stay.
-  std::int32_t SlotOf(std::size_t lane, std::int32_t slot) const;
+  std::int32_t SlotOf(std::size_t lane, std::int32_t slot) const {
+    if (slot < 0) return slot;
+    if (by_id_) return static_cast<std::int32_t>(slot << bits_ | static_cast<std::int32_t>(lane));
+    const std::int64_t own = slots_[lane];
+    if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
+    return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes()) +
+                                     static_cast<std::int64_t>(lane));
+  }
   void ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const;
   // Divides keys by the lane of their rows.
   DividedKeys Divide(const std::uint64_t* keys, std::int64_t n) const;

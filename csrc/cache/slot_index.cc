@@ -81,16 +81,46 @@ void SlotIndex::FindEntries(const std::uint64_t* keys, std::int64_t n, std::int3
       const std::uint64_t entry = entries_[homes[i]];
       if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&Key(EntrySlot(entry)));
     }
+    for (std::int64_t i = 0; i < count; ++i) slots[begin + i] = Probe(tags[i], homes[i], keys[begin + i]);
+  }
+}
+
+std::int32_t SlotIndex::Probe(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const {
+  for (std::uint64_t at = home; entries_[at] != kEmpty; at = Next(at)) {
+    const std::uint64_t entry = entries_[at];
+    if (EntryTag(entry) == tag && Key(EntrySlot(entry)) == key)
+      return static_cast<std::int32_t>(EntrySlot(entry));
+  }
+  return -1;
+}
+
+void SlotIndex::FindEach(const SlotIndex* const* indices, const std::uint64_t* keys, std::int64_t n,
+                         std::int32_t* slots) {
+  const std::int32_t* direct[kBlock];
+  std::uint32_t tags[kBlock];
+  std::uint64_t homes[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
     for (std::int64_t i = 0; i < count; ++i) {
-      std::int32_t found = -1;
-      for (std::uint64_t at = homes[i]; entries_[at] != kEmpty; at = Next(at)) {
-        const std::uint64_t entry = entries_[at];
-        if (EntryTag(entry) == tags[i] && Key(EntrySlot(entry)) == keys[begin + i]) {
-          found = static_cast<std::int32_t>(EntrySlot(entry));
-          break;
-        }
+      const SlotIndex& index = *indices[begin + i];
+      direct[i] = index.Direct(keys[begin + i]);
+      if (direct[i] != nullptr) {
+        __builtin_prefetch(direct[i]);
+        continue;
       }
-      slots[begin + i] = found;
+      tags[i] = Tag(keys[begin + i]);
+      homes[i] = index.Home(tags[i]);
+      __builtin_prefetch(&index.entries_[homes[i]]);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (direct[i] != nullptr) continue;
+      const SlotIndex& index = *indices[begin + i];
+      const std::uint64_t entry = index.entries_[homes[i]];
+      if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&index.Key(EntrySlot(entry)));
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      slots[begin + i] =
+          direct[i] != nullptr ? *direct[i] : indices[begin + i]->Probe(tags[i], homes[i], keys[begin + i]);
     }
   }
 }

@@ -55,6 +55,9 @@ class SlotIndex {
 
   // Sets slots[i] to the slot of keys[i], or to -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  // Sets slots[i] to the slot of keys[i] in *indices[i], or to -1.
+  static void FindEach(const SlotIndex* const* indices, const std::uint64_t* keys, std::int64_t n,
+                       std::int32_t* slots);
   // The slot must have its key already, which must be absent from the index.
   void Insert(std::int32_t slot) { Insert(&slot, 1); }
   void Insert(const std::int32_t* slots, std::int64_t n);
@@ -91,6 +94,7 @@ class SlotIndex {
   }
   std::int64_t RunLength(const std::uint64_t* keys, std::int64_t n) const;
   void FindEntries(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  std::int32_t Probe(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const;
   void FindDirectly(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
   static bool IsDense(const Table& table);
   void KeepDirectly(Table* table);

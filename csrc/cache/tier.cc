@@ -1,7 +1,9 @@
 #include "cache/tier.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <utility>
@@ -11,6 +13,7 @@
 namespace tierstore {
 namespace {
 constexpr std::int64_t kParallelRows = 1 << 12;
+constexpr std::int64_t kBlock = 128;  // keys whose lanes are found at a time
 
 // Calls work(lane) for every lane, in threads of the pool where the lanes have many rows together.
 template <typename Work>
@@ -68,7 +71,9 @@ std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& conf
 }  // namespace
 
 Tier::Tier(const TierConfig& config)
-    : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of, Grows(config.lanes)) {}
+    : lanes_(Lanes(config.lanes)),
+      map_(OwnSlots(lanes_), config.lanes_of, Grows(config.lanes)),
+      evicts_(std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->evicts(); })) {}
 
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
                  bool absent, Plan* plan) {
@@ -79,27 +84,48 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     lanes_[0]->Begin(keys, n, now, absent, &only);
     return;
   }
-  plan->rows_ = map_.Divide(keys, n);
-  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+  LanePlan& merged = plan->merged_;
+  merged.now = now;
+  merged.slots.resize(static_cast<std::size_t>(n));
+  std::vector<std::int64_t> here(lanes_[0]->tables());
+  if (!evicts_ && !absent && FindEach(keys, n, merged.slots.data(), &here)) {
+    plan->rows_ = DivideMissing(keys, merged.slots);
+    absent = true;
+  } else {
+    std::fill(merged.slots.begin(), merged.slots.end(), -1);
+    std::fill(here.begin(), here.end(), 0);
+    plan->rows_ = map_.Divide(keys, n);
+  }
+  merged.table_rows = merged.table_hits = std::move(here);
+  ForLanes(lanes_.size(), plan->rows_.total(), [&](std::size_t lane) {
     LanePlan& part = plan->parts_[lane].plan;
     if (next_use != nullptr) Gather(next_use, plan->rows_.positions(lane), &part.next_use);
     const std::span<const std::uint64_t> own = plan->rows_.keys(lane);
     lanes_[lane]->Begin(own.data(), static_cast<std::int64_t>(own.size()), now, absent, &part);
   });
-  plan->merged_.now = now;
-  MergeBegin(n, plan);
+  MergeBegin(plan);
 }
 
-void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
+// Divides the keys without a slot among the lanes. Their positions are those among all keys.
+DividedKeys Tier::DivideMissing(const std::uint64_t* keys, const PageVector<std::int32_t>& slots) const {
+  PageVector<std::int32_t> positions;
+  PageVector<std::uint64_t> missing;
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] >= 0) continue;
+    positions.push_back(static_cast<std::int32_t>(i));
+    missing.push_back(keys[i]);
+  }
+  DividedKeys divided = map_.Divide(missing.data(), static_cast<std::int64_t>(missing.size()));
+  divided.MapPositions(positions.data());
+  return divided;
+}
+
+void Tier::MergeBegin(Plan* plan) const {
   LanePlan& merged = plan->merged_;
-  merged.slots.assign(static_cast<std::size_t>(n), -1);
-  const std::size_t tables = plan->parts_[0].plan.table_rows.size();
-  merged.table_rows.assign(tables, 0);
-  merged.table_hits.assign(tables, 0);
   for (const Plan::Part& part : plan->parts_) {
     merged.needed += part.plan.needed;
     merged.refused += part.plan.refused;
-    for (std::size_t table = 0; table < tables; ++table) {
+    for (std::size_t table = 0; table < merged.table_rows.size(); ++table) {
       merged.table_rows[table] += part.plan.table_rows[table];
       merged.table_hits[table] += part.plan.table_hits[table];
     }
@@ -111,7 +137,7 @@ void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
     return begin;
   };
   const std::vector<std::size_t> misses = begins(&LanePlan::misses), absent = begins(&LanePlan::absent);
-  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+  ForLanes(lanes_.size(), static_cast<std::int64_t>(misses.back()), [&](std::size_t lane) {
     const std::span<const std::int32_t> positions = plan->rows_.positions(lane);
     const LanePlan& own = plan->parts_[lane].plan;
     std::int32_t* to = merged.misses.data() + misses[lane];
@@ -186,7 +212,7 @@ void Tier::Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan) {
     return;
   }
   PageVector<std::int32_t>& slots = plan->merged_.slots;
-  ForLanes(lanes_.size(), static_cast<std::int64_t>(slots.size()), [&](std::size_t lane) {
+  ForLanes(lanes_.size(), plan->rows_.total(), [&](std::size_t lane) {
     LanePlan& part = plan->parts_[lane].plan;
     lanes_[lane]->Assign(plan->rows_.keys(lane).data(), use_overflow, &part);
     const std::span<const std::int32_t> positions = plan->rows_.positions(lane);
@@ -254,6 +280,11 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
     lanes_[0]->Find(keys, n, slots);
     return;
   }
+  if (!evicts_) {
+    FindEach(keys, n, slots);
+    return;
+  }
+  // The index of such a lane is small, and stays in the cache of the thread that has the lane.
   const DividedKeys rows = map_.Divide(keys, n);
   ForLanes(lanes_.size(), n, [&](std::size_t lane) {
     const std::span<const std::int32_t> positions = rows.positions(lane);
@@ -261,6 +292,41 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
     lanes_[lane]->Find(rows.keys(lane).data(), rows.size(lane), found.data());
     for (std::size_t i = 0; i < positions.size(); ++i) slots[positions[i]] = map_.SlotOf(lane, found[i]);
   });
+}
+
+// Finds the slots of keys in their order: to divide them among the lanes would take longer, as a rule, since
+// rows that never leave are in arrays by id, and in many of them. Adds rows that are here to the counts of
+// their tables. Returns whether none of them is at an overflow slot.
+bool Tier::FindEach(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots,
+                    std::vector<std::int64_t>* table_rows) const {
+  std::atomic<bool> stay{true};
+  std::mutex counting;
+  ParallelFor(0, n, kParallelRows, [&](std::int64_t first, std::int64_t last) {
+    std::size_t lanes[kBlock];
+    const SlotIndex* indices[kBlock];
+    std::vector<std::int64_t> here(table_rows == nullptr ? 0 : table_rows->size());
+    std::int32_t largest = -1;
+    for (std::int64_t begin = first; begin < last; begin += kBlock) {
+      const std::int64_t count = std::min(kBlock, last - begin);
+      for (std::int64_t i = 0; i < count; ++i) {
+        lanes[i] = map_.LaneOf(keys[begin + i]);
+        indices[i] = &lanes_[lanes[i]]->index();
+      }
+      SlotIndex::FindEach(indices, keys + begin, count, slots + begin);
+      for (std::int64_t i = 0; i < count; ++i) {
+        std::int32_t& slot = slots[begin + i];
+        slot = map_.SlotOf(lanes[i], slot);
+        largest = std::max(largest, slot);
+        const std::size_t table = KeyTable(keys[begin + i]);
+        if (table < here.size()) here[table] += slot >= 0;
+      }
+    }
+    if (largest >= map_.capacity()) stay = false;
+    if (table_rows == nullptr) return;
+    const std::lock_guard lock(counting);
+    for (std::size_t table = 0; table < here.size(); ++table) (*table_rows)[table] += here[table];
+  });
+  return stay;
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
@@ -274,9 +340,12 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                          std::int64_t now) {
   if (lanes_.size() == 1) return lanes_[0]->Announce(keys, n, next_use, now);
-  const DividedKeys rows = map_.Divide(keys, n);
+  PageVector<std::int32_t> slots(evicts_ ? 0 : static_cast<std::size_t>(n));
+  // Of rows that never leave nobody asks when they are used.
+  const bool missing = !evicts_ && FindEach(keys, n, slots.data());
+  const DividedKeys rows = missing ? DivideMissing(keys, slots) : map_.Divide(keys, n);
   std::vector<PageVector<std::uint64_t>> absent(lanes_.size());
-  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+  ForLanes(lanes_.size(), rows.total(), [&](std::size_t lane) {
     absent[lane] = lanes_[lane]->Announce(rows.keys(lane).data(), rows.size(lane), next_use, now);
   });
   for (std::size_t lane = 1; lane < lanes_.size(); ++lane) Append(absent[lane], &absent[0]);

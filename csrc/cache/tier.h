@@ -39,7 +39,8 @@ class Plan {
     std::size_t victims = 0;  // victims that `merged_` has already
   };
 
-  DividedKeys rows_;  // the rows of each lane, where there are several lanes
+  // The rows of each lane, where there are several lanes; in a tier that no row leaves, missing rows alone.
+  DividedKeys rows_;
   std::vector<Part> parts_;
   LanePlan merged_;
 };
@@ -87,11 +88,15 @@ class Tier {
  private:
   Moves MovesOf(std::vector<Moves> lanes) const;
   PageVector<std::int32_t> ResidentInTurns(bool only_dirty, std::int64_t from, std::int64_t limit) const;
-  void MergeBegin(std::int64_t n, Plan* plan) const;
+  bool FindEach(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots,
+                std::vector<std::int64_t>* table_rows = nullptr) const;
+  DividedKeys DivideMissing(const std::uint64_t* keys, const PageVector<std::int32_t>& slots) const;
+  void MergeBegin(Plan* plan) const;
   void MergeVictims(Plan* plan) const;
 
   std::vector<std::unique_ptr<TierLane>> lanes_;
   LaneMap map_;
+  bool evicts_;  // whether a lane has a policy
 };
 
 }  // namespace tierstore

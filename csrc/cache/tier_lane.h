@@ -125,6 +125,7 @@ class TierLane {
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
     index_.Find(keys, n, slots);
   }
+  const SlotIndex& index() const { return index_; }
   // Takes rows out of the tier other than by eviction; `slots` must be resident slots of shares.
   void Remove(const std::int32_t* slots, std::int64_t n);
   // Notes that these keys are used at `next_use`, as the window has learned. Returns the keys that
@@ -146,6 +147,10 @@ class TierLane {
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::int64_t capacity() const { return capacity_; }
+  // Returns whether some share has a policy, so that rows may leave.
+  bool evicts() const { return evicts_; }
+  // Returns how many tables have shares.
+  std::size_t tables() const { return config_.share_of.size(); }
   // Returns the number of rows of each table at the shares' slots. Any thread may ask at any time.
   std::vector<std::int64_t> TableRows() const { return {table_rows_.begin(), table_rows_.end()}; }
   // Returns how many rows are dirty, those at overflow slots included.
