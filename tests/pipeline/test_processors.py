@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def niceness() -> dict[str, set[int]]:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():
-        found.setdefault(names.get(int(task.name), "native"), set()).add(of_thread(int(task.name)))
+        with suppress(ProcessLookupError):  # the thread has ended meanwhile
+            found.setdefault(names.get(int(task.name), "native"), set()).add(of_thread(int(task.name)))
     return found
 
 
