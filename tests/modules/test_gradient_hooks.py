@@ -133,6 +133,16 @@ def test_hooks_run_in_their_order_and_are_removed() -> None:
     assert torch.allclose(module.rows([4]), before[4] - 2.0)
 
 
+def test_hooks_that_were_taken_over_survive_another_optimizer() -> None:
+    """Tables that are not open yet may get their optimizer later."""
+    first, module = bags(), bags(optim.SGD(lr=1.0))
+    seen = seen_by(first, "b")
+    module.take_gradient_hooks(first)
+    module.use_optimizer(optim.SGD(lr=0.5))
+    train(module, range(1))
+    assert len(seen) == 1
+
+
 def test_hot_rows_and_padding() -> None:
     bag = TieredEmbeddingBag(9, 3, mode="sum", padding_idx=0, config=MEMORY, optimizer=optim.SGD(lr=1.0))
     seen = seen_by(bag)

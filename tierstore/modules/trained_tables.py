@@ -151,7 +151,7 @@ class TrainedTables(RowCalls):
         """Take over the hooks of another module of the same tables; their handles still remove them."""
         hooked = [table for table, hooks in module.rules.hooks.of.items() if hooks]
         self._prepare_sums([self._hooked_name(table) for table in hooked])
-        self.rules.hooks = module.rules.hooks
+        self._hooks = self.rules.hooks = module.rules.hooks  # another optimizer keeps them
 
     def gradient_hooks(self) -> dict[int, tuple[str, list[GradientHook]]]:
         """Return the names and hooks of trained tables that have hooks, by their numbers in the engine."""
