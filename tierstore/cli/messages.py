@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
 _WIDTH = 80
 """Columns of a terminal that does not say its width."""
@@ -29,6 +30,16 @@ def results_console() -> Console:
     fits = sys.stdout.isatty() or "COLUMNS" in os.environ
     width = None if fits else _WIDTH_OF_PROGRAMS
     return Console(width=width, highlight=False, markup=False, soft_wrap=True)
+
+
+def terminal_bars(*columns: ProgressColumn) -> Progress:
+    """Return rich's Progress on stderr. It shows bars of these columns (none: the usual ones), leaves nothing
+    behind, and is silent outside of terminals, where rich would print an empty line."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def wrapped(text: str, stream: TextIO) -> str:

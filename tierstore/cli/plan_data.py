@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli.messages import terminal_bars
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -177,9 +178,5 @@ def _read(trace: Trace) -> PreparedTrace:
 @contextmanager
 def _bar(title: str, total: int | None) -> Iterator[tuple[Any, Any]]:
     """Show a bar on a terminal; yield rich's Progress, and the task in it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with terminal_bars() as progress:
         yield progress, progress.add_task(title, total=total)

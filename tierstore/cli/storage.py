@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tierstore.cli.messages import terminal_bars
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, InputError
 from tierstore.threads import Thread
@@ -170,12 +171,10 @@ def progress_of(doing: str, unit: str) -> Iterator[Progress]:
 
 @contextmanager
 def _bar(doing: str, unit: str) -> Iterator[Progress]:
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
@@ -183,7 +182,7 @@ def _bar(doing: str, unit: str) -> Iterator[Progress]:
 
     amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with terminal_bars(*columns) as bars:
         task = bars.add_task(doing, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 

@@ -72,14 +72,14 @@ def _record(args: argparse.Namespace) -> int:
 def _progress(text: str, total: int | None) -> Any:
     from contextlib import contextmanager
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    from tierstore.cli.messages import terminal_bars
 
     @contextmanager
     def shown() -> Any:
         columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)  # elsewhere than in a terminal rich would leave an empty line
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        with terminal_bars(*columns) as progress:
             task = progress.add_task(text, total=total)
             yield lambda done: progress.update(task, completed=done)
 
