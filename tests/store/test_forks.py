@@ -110,8 +110,27 @@ OPEN_STATES = {
 }
 
 
-# PyDLL keeps the GIL: where another thread has it at the fork, nobody gives it to the child.
-@pytest.mark.parametrize("fork", ["os.fork()", "ctypes.PyDLL(None).fork()"])
+# Each child tells by a session of its own that the store's handlers of forks have run in it.
+FORKS = {
+    "by Python": """
+child = os.fork()
+if child == 0:
+    os.setsid()
+    while True:
+        signal.pause()
+""",
+    # Handlers run in the order of their registration, and this child never leaves the last. The child runs no
+    # Python: where another thread waits for the GIL, Python would offer it for ever to a thread not forked.
+    "past Python": """
+libc = ctypes.PyDLL(None)
+for handler in ("setsid", "pause"):
+    libc["__register_atfork"](None, None, ctypes.cast(libc[handler], ctypes.c_void_p), None)
+child = libc.fork()
+""",
+}
+
+
+@pytest.mark.parametrize("fork", FORKS)
 @pytest.mark.parametrize("state", OPEN_STATES)
 def test_the_lock_ends_with_its_owner_whatever_children_live(tmp_path, state, fork):
     """Also where the child was forked past Python, or holds its copies and waits."""
@@ -128,13 +147,9 @@ def busy(call):
 store = open_store(path, engine, TABLES, CAP)
 put(store, 1, range(2000)); store.commit(b"kept")
 {OPEN_STATES[state]}
-ready, tell = os.pipe()
-child = {fork}
-if child == 0:
-    os.write(tell, b"x")
-    while True:
-        ctypes.CDLL(None).pause()
-os.read(ready, 1)
+{FORKS[fork]}
+while os.getsid(child) != child:
+    time.sleep(.01)
 print(child, flush=True)
 time.sleep(600)
 """
