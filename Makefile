@@ -5,7 +5,8 @@
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native tests of the store and the thread pool, and fuzzing, under ASan, UBSan and TSan
 # make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
-#                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 3,000)
+#                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 1,500), and all places that CI thins
+#                  (tests/density.py)
 # make gpu-build, gpu-check, gpu-bench    on a machine with a GPU and without a network, with the packages of PYTHON:
 #                  docs/how-to/gpu.md
 # make gpu-pack    what these would compile, into gpu-pack/, on a machine without a GPU: the core for GPU_PYTHON, and the
@@ -35,7 +36,8 @@ TESTABLE := $(VENV)/testable-torch-$(TORCH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: gpu-pack gpu-build gpu-check gpu-bench
-.PHONY: demo test lint format docs wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
+.PHONY: demo test lint format docs wheel clean sanitize
+.PHONY: crash-test crash-states crash-steps crash-kills crash-attack crash-places
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -120,7 +122,8 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address auto_reader_test-addr
 	$(SANITIZE_OUT)/fuzz_formats-fuzzed csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)
-	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills crash-attack
+	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target \
+	  crash-states crash-steps crash-kills crash-attack crash-places
 
 # However long one of these tests takes.
 PATIENT := $(BIN)/python -m pytest -o faulthandler_timeout=0 --timeout 86400
@@ -136,6 +139,9 @@ crash-kills: $(TESTABLE)
 
 crash-attack: $(TESTABLE)
 	TIERSTORE_ATTACK_STEPS=200000 $(PATIENT) tests/attack
+
+crash-places: $(TESTABLE)
+	TIERSTORE_THOROUGH=1 $(PATIENT) $(shell grep -rl 'from tests.density' tests)
 
 # On a machine without a GPU: what the targets below would have to compile. The core is compiled in a copy of the
 # source, so that the one of .venv stays, by the Python that the machine with the GPU has.

@@ -16,7 +16,7 @@ from tests import warm
 from tests.in_memory import tmp_path  # noqa: F401  (a fixture: killed processes lose nothing of such files)
 
 ROOT = Path(__file__).parents[2]
-STEPS = int(os.environ.get("TIERSTORE_ATTACK_STEPS", "3000"))
+STEPS = int(os.environ.get("TIERSTORE_ATTACK_STEPS", "1500"))
 OF_ONE_RUN = 1_500
 
 

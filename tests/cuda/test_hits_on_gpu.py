@@ -15,6 +15,7 @@ from tests.cache_policies.test_live_equals_simulated import assert_equal, keys_o
 from tests.cuda.fake import fake_gpu
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.test_training_on_fake_gpu import counters
+from tests.density import in_turns
 from tierstore import TierConfig, optim
 from tierstore.pipeline.prefetch import prefetch
 
@@ -45,9 +46,8 @@ def trained(config: TierConfig, batches: list[Any], depth: int, window: int) -> 
     return group, held, [counts, *found]
 
 
-@pytest.mark.parametrize("uvm", [0, 20_000])
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (2, 6)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "uvm"), in_turns(POLICIES, [0, 20_000]))
 def test_a_gpu_the_host_and_the_simulator_agree(
     policy: str, depth: int, window: int, uvm: int, lanes: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from tests.cuda.fake import ORDERS
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.test_training_on_fake_gpu import trained
+from tests.density import thinned
 from tierstore import TierConfig, TieredEmbeddingBag, checkpoint, optim
 from tierstore.cache import row_access
 from tierstore.cache.tiers.memory import MemoryTier
@@ -50,9 +52,9 @@ def lanes_of(table: TieredEmbeddingBag) -> list[int]:
     return [tier.native.lanes for tier in tiers if isinstance(tier, MemoryTier)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "prefetch", "order"), thinned(itertools.product(CONFIGS, [False, True], ORDERS), 5)
+)
 def test_training_is_that_of_the_host(name: str, prefetch: bool, order: str) -> None:
     config, lanes = CONFIGS[name]
     expected, expected_counts = trained(prefetch, replace(config, uvm_kind="pinned"))

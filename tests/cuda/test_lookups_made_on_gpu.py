@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
@@ -18,6 +19,7 @@ from tests.cuda.test_hooks_on_gpu import trained as hooked_module
 from tests.cuda.test_modules_on_gpu import same
 from tests.cuda.test_modules_on_gpu import trained as used_module
 from tests.cuda.test_training_on_fake_gpu import CONFIGS, dim_of, trained
+from tests.density import thinned
 from tierstore import InputError, TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
 from tierstore.cuda import lookups
@@ -97,9 +99,10 @@ def test_a_bad_id_is_that_of_the_host() -> None:
 ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("config", ["uvm and ssd", "lookahead", "hbm alone", "cut rows"])
+MADE = itertools.product(["uvm and ssd", "lookahead", "hbm alone", "cut rows"], [False, True], ORDERS)
+
+
+@pytest.mark.parametrize(("config", "prefetch", "order"), thinned(MADE, 3))
 def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -> None:
     dim = dim_of(config)
     if (config, prefetch) not in ON_HOST:

@@ -16,6 +16,7 @@ from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_nccl import compiled, on_gpus  # noqa: F401  (a fixture that all tests use)
 from tests.cuda.fake_torch import GpuTensor
 from tests.cuda.test_training_on_fake_gpu import counters
+from tests.density import in_turns
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore import EmbeddingConfig, PoolingType, optim
@@ -73,6 +74,7 @@ FEATURES = {
     "prefetch of ids on the GPU": {"ids_on_gpu": True, "prefetch": True},
 }
 HALF = (DataType.BF16, DataType.FP16, DataType.FP32, DataType.BF16)
+EXCHANGED = [name for name in FEATURES if name != "sums"]
 FEATURES_OF_HALF = {
     "weighted": {"weighted": True},
     "dedup": {"comms": CommsConfig(dedup=True)},
@@ -182,20 +184,17 @@ def both(cut: str, order: str, more: dict[str, Any]) -> None:
     same(found, expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("cut", "order"), in_turns(CUTS, ORDERS))
 def test_every_cut_has_the_bits_of_ranks_on_cpus(cut: str, order: str) -> None:
     run(2, both, cut, order, {})
 
 
-@pytest.mark.parametrize("features", [name for name in FEATURES if name != "sums"])
-@pytest.mark.parametrize("cut", ["row_wise", "mixed"])
+@pytest.mark.parametrize(("features", "cut"), in_turns(EXCHANGED, ["row_wise", "mixed"]))
 def test_everything_that_is_exchanged_has_the_bits_of_cpus(cut: str, features: str) -> None:
     run(2, both, cut, "random", FEATURES[features])
 
 
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("cut", "rows"), in_turns(CUTS, [False, True]))
 def test_tables_of_16_bits_have_the_bits_of_cpus(cut: str, rows: bool) -> None:
     run(2, both, cut, "random", {"kinds": HALF, "rounds": True, "rows": rows})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import tierstore
 from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_torch import GpuTensor, fake_torch
+from tests.density import thinned
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 
 DIM = 8
@@ -73,9 +75,9 @@ def dim_of(config: str) -> int:
 ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "prefetch", "order"), thinned(itertools.product(CONFIGS, [False, True], ORDERS), 5)
+)
 def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -> None:
     dim = dim_of(config)
     if (config, prefetch) not in ON_HOST:

@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 
+from tests.density import every
 from tests.pipeline.interrupts import Interrupted, Interrupter, Steps
 from tierstore import (
     EmbeddingBagCollection,
@@ -47,7 +48,7 @@ step, is_state = STEPS.step, STEPS.is_state
 @pytest.mark.parametrize("config", CONFIGS)
 def test_an_exception_at_any_line_of_a_step(config: str, collect: Callable) -> None:
     """Training goes on with the bits that it would have had."""
-    stride = 11
+    stride = every(29)
     at, came = 1 + 5 * list(CONFIGS).index(config), True
     while came:
         interrupter = Interrupter(at)

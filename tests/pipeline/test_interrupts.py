@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.bags import Bags, budget, build, everything, random_batches
+from tests.density import every
 from tests.pipeline.interrupts import Interrupted, Interrupter
 from tierstore import TierConfig, optim
 from tierstore.pipeline.prefetch import prefetch
@@ -81,7 +82,7 @@ def train_interrupted(config: TierConfig, ahead: bool, interrupter: Any) -> bool
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_an_exception_at_any_line(tiers: str, ahead: bool) -> None:
-    stride = 11
+    stride = every(29)
     at = 1 + (2 * list(TIERS).index(tiers) + ahead) % stride
     while train_interrupted(TIERS[tiers], ahead, Interrupter(at)):
         at += stride
@@ -111,7 +112,7 @@ def test_an_exception_at_any_line_of_a_lookup_of_rows_that_are_here(config: Tier
             step(module, BATCHES[0])
             assert all(map(torch.equal, everything(module), expected[done + 1]))
             assert module.engine.stats()["lookups"] in (len(BATCHES) + 1, len(BATCHES) + 2)
-        at, came = at + 1, interrupter.came
+        at, came = at + every(3), interrupter.came
     assert at > 60
 
 
@@ -140,7 +141,7 @@ def test_rows_that_are_changed_are_as_before_or_after(tiers: str) -> None:
             rows = module.rows(ids)
             assert torch.equal(rows[::2], values[::2])
             assert torch.equal(rows[1::2], initial[1::2])
-        at, came = at + 13, interrupter.came
+        at, came = at + every(31), interrupter.came
     assert at > 300
 
 
@@ -160,7 +161,7 @@ def test_a_handler_that_commits_at_any_line(ahead: bool) -> None:
             came = bool(interrupter.where)
             assert reached(module, len(BATCHES)) == len(BATCHES)
             assert len(module.engine.commits()) == came
-        at += 13
+        at += every(31)
     assert at > 400
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import tierstore
+from tests.density import in_turns
 from tests.sharding import cases, resumed
 from tests.sharding.ranks import run as run_on_ranks
 from tierstore import KeyedJaggedTensor, TierConfig
@@ -168,13 +169,12 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "ahead"), in_turns(PLACES, [False, True]))
 def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
     number = PLACES.index(place)
     close = [close_in_finally, close_by_with, close_in_except][number % 3]
     with pytest.raises(AssertionError, match="it died"):
-        run(2, stopped, tmp_path, close, place, bool(number % 2), ahead)
+        run(2, stopped, tmp_path, close, place, bool(number // 2 % 2), ahead)
     for rank in range(2):
         found, open_still, took = json.loads((tmp_path / f"{rank}.json").read_text())
         assert not open_still

@@ -22,7 +22,6 @@ import torch
 import torch.distributed.run
 import torchrec  # noqa: F401
 
-import cache_policies
 import tierstore.torchrec  # noqa: F401
 from tierstore.cli.main import main  # noqa: F401
 from tierstore.cli.setup import finish_imports
@@ -152,7 +151,6 @@ def run(arguments: list[str]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who runs the tests presses Ctrl-C
     finish_imports()
-    cache_policies.get("lookahead").compile(1)
     gc.freeze()  # else every process would copy and search all of these objects when it ends
     request = serve(sys.argv[1], int(sys.argv[2]))
     if request is not None:

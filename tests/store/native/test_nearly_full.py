@@ -4,11 +4,13 @@ Past that it says what holds the space, and goes on when space is given."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
 import pytest
 
+from tests.density import thinned
 from tests.in_memory import tmp_path as in_memory  # noqa: F401  (a fixture)
 from tierstore.errors import StoreFullError
 from tierstore.keys import make_keys
@@ -121,9 +123,10 @@ def test_rounds_at_three_quarters(tmp_path, sizes, share, skewed):
     training.store.close()
 
 
-@pytest.mark.parametrize("any_ids", [False, True], ids=["", "any_ids"])
-@pytest.mark.parametrize("share", [0.01, 0.02, 0.03, 0.05])
-@pytest.mark.parametrize("size", [16, 32, 48, 64, 80, 96, 112, 128])
+OF_SMALL_ROWS = itertools.product([16, 32, 48, 64, 80, 96, 112, 128], [0.01, 0.02, 0.03, 0.05], [False, True])
+
+
+@pytest.mark.parametrize(("size", "share", "any_ids"), thinned(OF_SMALL_ROWS, 3))
 def test_rounds_of_small_rows(in_memory, size, share, any_ids):  # noqa: F811
     """In a cap of 8 MiB; in smaller caps less may be full. Footers are largest where ids have 48 bits."""
     full = FULL if size >= 64 else FULL_OF_SMALLEST
@@ -146,11 +149,13 @@ def test_rounds_of_small_rows_in_a_small_cap(tmp_path, size, share):
     training.store.close()
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize(("sizes", "share"), SETTINGS)
-@pytest.mark.parametrize(("keep", "tag_every"), [(2, 0), (3, 0), (1, 10), (2, 10), (3, 10)])
-def test_rounds_with_older_commits(in_memory, keep, tag_every, sizes, share, skewed):  # noqa: F811
+WITH_OLDER_COMMITS = itertools.product([(2, 0), (3, 0), (1, 10), (2, 10), (3, 10)], SETTINGS, [False, True])
+
+
+@pytest.mark.parametrize(("kept", "setting", "skewed"), thinned(WITH_OLDER_COMMITS, 7))
+def test_rounds_with_older_commits(in_memory, kept, setting, skewed):  # noqa: F811
     """In memory, unlike the tests above: these would wait minutes for a disk that syncs."""
+    (keep, tag_every), (sizes, share) = kept, setting
     full = FULL_WITH_TAGS if tag_every else FULL_WITH_KEPT
     training = Training(in_memory, sizes, 20_000, full, keep)
     training.begin()
