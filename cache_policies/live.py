@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
-from cache_policies.inner import inlined
+from cache_policies.inner import called, inlined
 from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
@@ -139,7 +139,7 @@ def _observe(keys, starts, number, totals, threshold, state):
             _halve(t, threshold, state)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _choose(keys, starts, number, totals, threshold, chosen, runs):
     """Add to the totals, choose the sampled keys, and return the number of runs of keys of one table.
 
@@ -160,8 +160,11 @@ def _choose(keys, starts, number, totals, threshold, chosen, runs):
         run += 1
     sampled[keys.size :] = 0
     count = _list(sampled, keys.size, chosen)
-    for r in range(run):
-        runs[r, 1] = np.searchsorted(chosen[:count], runs[r, 1])
+    at = 0
+    for r in range(run):  # np.searchsorted would take seconds to compile
+        while at < count and chosen[at] < runs[r, 1]:
+            at += 1
+        runs[r, 1] = at
     runs[run, 1] = count
     return run
 
@@ -189,7 +192,7 @@ def _list(sampled, size, chosen):
     return count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _measure(keys, starts, chosen, where, live, hashes, position, taken, before, distances):
     """Count the uses of one table's rows by distance; fill in where their hashes are or belong."""
     for k in range(chosen.size):
@@ -207,7 +210,7 @@ def _measure(keys, starts, chosen, where, live, hashes, position, taken, before,
         distances[distance, 1] += starts[chosen[k] + 1] - starts[chosen[k]]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _use(keys, chosen, where, t, threshold, state):
     """Make rows of one table its most recent ones; ``where`` is where known rows were before."""
     live, hashes, position, taken = state[0][t], state[1][t], state[2][t], state[3][t]
@@ -240,7 +243,7 @@ def _ones(word):
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _number(taken, before):
     """Compute ``before`` for all words."""
     total = 0
@@ -261,7 +264,7 @@ def _flip(taken, position):
     taken[position >> 6] ^= np.uint64(1) << np.uint64(position & 63)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _halve(t, threshold, state):
     """Sample half as many of the table's rows from now on; distances and counts shrink with them."""
     live, hashes, position, taken, _, distances = state
@@ -286,7 +289,7 @@ def _halve(t, threshold, state):
         distances[t, last, kind] /= 2
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@called
 def _compact(t, state):
     """Close the gaps between positions."""
     live, hashes, position, taken, before, _ = state

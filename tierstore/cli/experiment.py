@@ -106,7 +106,7 @@ class Experiment:
 
     def _runs(self, interrupt: GracefulInterrupt) -> Report | None:
         """Return the report, or None when a signal ended the training."""
-        finish_imports()
+        finish_imports(self.config.policy)
         args, rss = self.args, PeakRss()
         self.ranks.on_rank_0(lambda: checkpoint.make_folder(args))
         with self._open(self.config) as tiered:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-import cache_policies
 import tierstore
 from tierstore import data, models
 from tierstore.cache.machine import check_machine, check_memory
 from tierstore.cache.shares import budget, named_as_options
-from tierstore.cache.tiers.sizes import as_policy
+from tierstore.cache.tiers.sizes import AnyPolicy, as_policy
 from tierstore.cli.checkpoint import store_of
 from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.trainer import Schedule, Trainer
@@ -49,14 +48,14 @@ _SOME_BYTES = 1 << 30
 """Tables of which any share is a budget that a machine can have."""
 
 
-def finish_imports() -> None:
+def finish_imports(policy: AnyPolicy = "lookahead") -> None:
     """Load code that would be loaded later, so that memory measured afterwards is the tiers' alone.
 
     torch imports 70 MiB when the first optimizer is made. The compiler of the policies takes 60 MiB. Its
-    first compilation takes 70 MiB more.
+    first compilation takes 70 MiB more; ``policy`` is needed anyway wherever rows are evicted.
     """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    cache_policies.get("lru").compile(1)
+    as_policy(policy).compile(1)
 
 
 def load_dataset(args: argparse.Namespace) -> Dataset:
