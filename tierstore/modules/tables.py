@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -345,13 +346,17 @@ class ShownParameter:
         return self._parameters.get(SHOWN) is self._first
 
 
+_parameters_of = attrgetter("_parameters")
+_shown_of = itemgetter(SHOWN)
+_requires_grad = attrgetter("requires_grad")
+
+
 def all_trained(shown: Sequence[ShownParameter]) -> bool:
     """Return whether no table is frozen."""
-    for one in shown:  # as leaf_of
-        found = one._parameters.get(SHOWN)
-        if not (one.now if found is None else found).requires_grad:
-            return False
-    return True
+    try:  # every forward call asks; with a table per feature, a loop in Python takes half as long again
+        return all(map(_requires_grad, map(_shown_of, map(_parameters_of, shown))))
+    except (KeyError, AttributeError):  # a wrapper has replaced a parameter
+        return all(one.now.requires_grad for one in shown)
 
 
 def leaf_of(shown: Sequence[ShownParameter], anchor: Tensor) -> Tensor | None:
