@@ -45,11 +45,13 @@ class Clock {
   Steady::time_point begin_ = Steady::now();
 };
 
-// Makes lookups in a tier that no row leaves. `rows` are the tier's rows, with `dim` weights each.
+// Makes lookups in a tier that no row leaves. `rows` are the tier's rows, with `dim` weights each. `reads`:
+// outside of training, so that the lookups are no uses of rows.
 struct ResidentForward {
   ResidentLookups& lookups;
   const HostRows& rows;
   std::int64_t dim;
+  bool reads;
 
   // `call`: began with the native call, all of which until repeated ids are removed is the stage "announce".
   py::object Pool(const Clock& call, const KeyedFeatures& features, const KeyedBags& bags,
@@ -102,7 +104,7 @@ struct ResidentForward {
     const PageVector<std::int32_t>& inverse = made->batch->inverse;
     Require(positions == static_cast<std::int64_t>(inverse.size()),
             "the number of positions is not the number of the features' ids");
-    made->rows = lookups.Find(made->batch);
+    made->rows = reads ? lookups.Read(made->batch, false) : lookups.Find(made->batch);
     if (made->rows != nullptr) {
       const Stopwatch watch(&compute);
       const PageVector<std::int32_t>& slots = made->rows->slots;
@@ -179,11 +181,11 @@ TIERSTORE_BINDINGS(resident_pooling) {
       "copies the rows to out (the address of float32) if all rows are here. ids, lengths and offsets are as "
       "in KeyedBags; places has out_offset and out_stride as in Bags. Each call returns (the lookup, whether "
       "the rows were found, whether ResidentLookups.take() should be called), or None for ids or bags that "
-      "are wrong.")
-      .def(py::init([](ResidentLookups& lookups, const HostRows& rows, std::int64_t dim) {
-             return ResidentForward{lookups, rows, dim};
+      "are wrong. reads: the lookups only read, as ResidentLookups.read does.")
+      .def(py::init([](ResidentLookups& lookups, const HostRows& rows, std::int64_t dim, bool reads) {
+             return ResidentForward{lookups, rows, dim, reads};
            }),
-           py::arg("lookups"), py::arg("rows"), py::arg("dim"), py::keep_alive<1, 2>(),
+           py::arg("lookups"), py::arg("rows"), py::arg("dim"), py::arg("reads"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
       .def("pool_equal", &PoolEqual, py::arg("features"), py::arg("ids"), py::arg("places"), py::arg("out"),
            py::arg("count"), py::arg("length"), "Pool bags that are given as KeyedBags.equal takes them.")

@@ -167,6 +167,35 @@ def test_outputs_rows_and_counters_are_those_of_lookups_step_by_step(name: str) 
     assert stats["compute_seconds"] > 0
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_reads_and_their_counters_are_those_of_lookups_step_by_step(name: str) -> None:
+    build, arguments = CASES[name]
+    module: Any = build()
+    oracle: Any = step_by_step(build())
+    for mode in (False, True, False):  # rows are missing at first
+        for one in (module, oracle):
+            one.train(mode)
+        for seed in (0, 1, 0):
+            with torch.set_grad_enabled(seed == 0):
+                outputs = [values(one(*arguments(seed))) for one in (module, oracle)]
+            assert torch.equal(*outputs)
+            assert [one.requires_grad for one in outputs] == [mode and seed == 0] * 2
+        assert without_seconds(module.stats()) == without_seconds(oracle.stats())
+    module.reset_stats()
+    module(*arguments(0))
+    stats = module.stats()
+    assert min(stats["announce_seconds"], stats["compute_seconds"]) > 0
+
+
+def test_reads_are_single_calls_where_their_rows_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = bag()
+    module(ids(9, 0).view(3, 3))
+    monkeypatch.setattr(module, "find_lookup", None)
+    assert module.eval()(ids(9, 0).view(3, 3)).shape == (3, DIM)
+    with torch.no_grad():
+        assert module.train()(ids(9, 0).view(3, 3)).shape == (3, DIM)
+
+
 def test_stages_of_forward_calls_are_timed() -> None:
     module = bag()
     module(ids(9, 0).view(3, 3))

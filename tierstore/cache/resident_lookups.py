@@ -38,11 +38,12 @@ class ResidentLookups:
         assert not tier.plan.evicts
         self._native = _core.ResidentLookups(tier.native, tier.tables)
         self._rows = tier.rows
-        self.forward: _core.ResidentForward | None = None
-        """Makes lookups of rows in this machine's memory in one call each. Whoever is told so by a
-        call calls :meth:`count_soon`."""
+        self.forward: tuple[_core.ResidentForward, _core.ResidentForward] | None = None
+        """Make lookups of rows in this machine's memory in one call each, in training and outside of it.
+        Whoever is told so by a call calls :meth:`count_soon`."""
         if isinstance(tier.rows, _core.HostRows):
-            self.forward = _core.ResidentForward(self._native, tier.rows, dim)
+            made = [_core.ResidentForward(self._native, tier.rows, dim, reads) for reads in (False, True)]
+            self.forward = made[0], made[1]
         # Rows of another device than this machine's memory are added by plans.
         self._initial = initial if isinstance(tier.rows, _core.HostRows) else None
         self._stats = stats

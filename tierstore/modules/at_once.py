@@ -26,6 +26,7 @@ from tierstore.modules.lookup import (
     sequence_gradients,
 )
 from tierstore.modules.parts import Part, PooledPart, SequencePart, new_on_cpu
+from tierstore.modules.wrappers import ranks
 
 if TYPE_CHECKING:
     from tierstore.modules.base import TieredModule
@@ -124,35 +125,45 @@ class RowsAtOnce(LookupAtOnce[_core.RowLookup]):
         return part, list(range(len(self._keys))), self._native.bags.counts(self._keys)
 
 
-def trained_at_once(module: TieredModule, group: TierGroup) -> tuple[_core.ResidentForward, Tensor] | None:
+def begun_at_once(
+    module: TieredModule, group: TierGroup
+) -> tuple[_core.ResidentForward, Tensor | None] | None:
     """Return what makes the lookup of a forward call of ``module`` now, of rows in a tier of ``group``, and
-    what autograd trains in place of the rows.
+    what autograd trains in place of the rows: None for a call that only reads them.
 
     None where a lookup takes more than one native call: where rows leave the tier, or are elsewhere than in
-    this machine's memory, where the forward call trains nothing or is transformed, where lookups are made
-    ahead, and where a process of several has to be checked."""
+    this machine's memory, where the forward call is transformed, where lookups are made ahead, and where a
+    process of several has to be checked."""
     resident = group.resident
     if resident is None or (forward := resident.forward) is None or group.stats.before:
         return None
-    if _are_functorch_transforms_active():
+    if _are_functorch_transforms_active() or module.is_watched or (count := ranks()) > 1:
         return None
-    if (anchor := module.anchor_at_once()) is None:
-        return None
+    anchor = module.anchor_at_once(count)
     group.check_open()
-    return forward, anchor
+    trained, read = forward
+    return (read if anchor is None else trained), anchor
 
 
 def finished(
-    module: TieredModule, anchor: Tensor, lookup: PooledAtOnce | RowsAtOnce, is_found: bool, is_due: bool
+    module: TieredModule,
+    anchor: Tensor | None,
+    lookup: PooledAtOnce | RowsAtOnce,
+    is_found: bool,
+    is_due: bool,
 ) -> Tensor:
-    """Return the output of a lookup that :func:`trained_at_once` has begun.
+    """Return the output of a lookup that :func:`begun_at_once` has begun.
 
     ``is_found``: whether its rows were found; ``is_due``: whether it is time to count lookups."""
-    lookup.frozen = module.frozen_beside()
+    lookup.frozen = () if anchor is None else module.frozen_beside()
     if is_due:
         lookup.count_soon()
     if is_found:
-        return AtOnceFunction.apply(anchor, module, lookup)
+        if anchor is not None:
+            return AtOnceFunction.apply(anchor, module, lookup)
+        out, lookup.out = lookup.out, None  # as an update leaves it: the rows' memory ends with the output
+        assert out is not None
+        return out
     whole = lookup.whole()
     lookup.out = None  # the tier may need the memory for the rows
     if isinstance(lookup, PooledAtOnce):

@@ -227,12 +227,15 @@ class TieredModule(TrainedTables, nn.Module):
             return self.anchor if leaf is None else leaf
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
-    def anchor_at_once(self) -> Tensor | None:
-        """Return :meth:`gradient_anchor`, outside of a compiler, if this forward call trains rows, nobody
-        makes or watches lookups ahead, and no process of several has to be checked; else None."""
-        if not self.training or self._ahead or self.observer is not None or not torch.is_grad_enabled():
-            return None
-        if (count := ranks()) > 1:
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody makes lookups ahead, or sees forward calls."""
+        return bool(self._ahead) or self.observer is not None
+
+    def anchor_at_once(self, count: int) -> Tensor | None:
+        """Return :meth:`gradient_anchor`, outside of a compiler, if this forward call trains rows; else None.
+        ``count``: :func:`ranks`."""
+        if not self.training or not torch.is_grad_enabled():
             return None
         if self._shown and (not count or active_ddp() is None):
             return leaf_of(self._shown, self.anchor)

@@ -15,7 +15,7 @@ from tierstore.cache.layout import IdSegment
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.at_once import RowsAtOnce, finished, new_output, trained_at_once
+from tierstore.modules.at_once import RowsAtOnce, begun_at_once, finished, new_output
 from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import compiled_as
@@ -235,13 +235,13 @@ class TieredEmbedding(SingleTable):
     def _rows_at_once(self, input: Tensor) -> Tensor | None:
         """Return the rows of the ids if one native call can find and copy them; None also for wrong ids."""
         group = self.engine.group_of(self.table_numbers[0])
-        if (trained := trained_at_once(self, group)) is None:
+        if (begun := begun_at_once(self, group)) is None:
             return None
         ids = self.ids_of(input)
         given = described(ids)
         if (out := new_output(given[1], self.embedding_dim)) is None:
             return None
-        forward, anchor = trained
+        forward, anchor = begun
         made = forward.copy_each(self._features.native, given, out.data_ptr())
         if made is None:
             return None

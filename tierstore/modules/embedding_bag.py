@@ -16,7 +16,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.at_once import PooledAtOnce, finished, new_output, trained_at_once
+from tierstore.modules.at_once import PooledAtOnce, begun_at_once, finished, new_output
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import FeatureLookup
@@ -202,10 +202,10 @@ class TieredEmbeddingBag(SingleTable):
         """Return the pooled bags if one native call can find and pool the rows; None also for ids or offsets
         that are wrong."""
         group, own = self.engine.group_of(self.table_numbers[0]), self._features
-        trained = None if own.takes_max else trained_at_once(self, group)
-        if trained is None:
+        begun = None if own.takes_max else begun_at_once(self, group)
+        if begun is None:
             return None
-        forward, anchor = trained
+        forward, anchor = begun
         ids = self.ids_of(input)
         if offsets is None:
             if ids.dim() != 2:

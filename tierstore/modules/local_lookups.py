@@ -11,9 +11,9 @@ from torch import Tensor
 from tierstore.modules.at_once import (
     PooledAtOnce,
     RowsAtOnce,
+    begun_at_once,
     finished,
     new_output,
-    trained_at_once,
 )
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
@@ -23,9 +23,9 @@ from tierstore.modules.keyed_parts import KeyedParts, bags_of, described, intege
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor, uniform
 
-_Begun: TypeAlias = tuple[Any, Any, Tensor, tuple[Any, ...], tuple[Any, ...], object]
-"""A part, what makes its lookup, what autograd trains, features and ids and bags as the native call takes
-them, and what has their memory."""
+_Begun: TypeAlias = tuple[Any, Any, Tensor | None, tuple[Any, ...], tuple[Any, ...], object]
+"""A part, what makes its lookup, what autograd trains if anything, features and ids and bags as the call
+takes them, and what has their memory."""
 
 
 class _Local:
@@ -53,7 +53,7 @@ class _Local:
         keys, values, lengths, offsets = plain
         if not parts.are_of(keys, self._engine) or not values.is_cpu:
             return None
-        if (trained := trained_at_once(module, part.group)) is None:
+        if (begun := begun_at_once(module, part.group)) is None:
             return None
         ids = None if self._features.bounds_ids or values.dim() != 1 else plainly(values)
         if ids is None:
@@ -62,7 +62,7 @@ class _Local:
         counts, kept = integers(lengths)
         first, also = (None, None) if offsets is None else integers(offsets)
         bags = counts, len(keys), counts[1] // len(keys), first
-        return part, *trained, (part.features.native, ids), bags, (values, kept, also)
+        return part, *begun, (part.features.native, ids), bags, (values, kept, also)
 
 
 class LocalPooling(_Local):
