@@ -186,9 +186,10 @@ class Timer:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def train_under_signals(seconds: float) -> None:
+def train_under_signals(seconds: float, at_least: int) -> None:
+    """Train for some seconds, or for longer where few signals have come by then."""
     timer, end, rounds = Timer(0), time.monotonic() + seconds, 0
-    while time.monotonic() < end:
+    while time.monotonic() < end or timer.came < at_least:
         faulthandler.dump_traceback_later(60, exit=True)
         tiers = list(TIERS)[rounds % len(TIERS)]
         train_interrupted(TIERS[tiers], rounds // len(TIERS) % 2 == 1, timer)
@@ -198,8 +199,9 @@ def train_under_signals(seconds: float) -> None:
 
 
 def test_signals_of_a_timer() -> None:
+    code = "from tests.pipeline.test_interrupts import train_under_signals as train; train(8, 21)"
     ended = subprocess.run(
-        [sys.executable, "-c", "from tests.pipeline.test_interrupts import train_under_signals as t; t(8)"],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=200,

@@ -172,9 +172,10 @@ PLACES = [
 @pytest.mark.parametrize(("place", "ahead"), in_turns(PLACES, [False, True]))
 def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
     number = PLACES.index(place)
+    has_extra = bool(number // 2 % 2)
     close = [close_in_finally, close_by_with, close_in_except][number % 3]
     with pytest.raises(AssertionError, match="it died"):
-        run(2, stopped, tmp_path, close, place, bool(number // 2 % 2), ahead)
+        run(2, stopped, tmp_path, close, place, has_extra, ahead)
     for rank in range(2):
         found, open_still, took = json.loads((tmp_path / f"{rank}.json").read_text())
         assert not open_still
@@ -186,7 +187,7 @@ def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
         else:
             assert found.startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
     record = json.loads((tmp_path / "tables" / "COMMIT.json").read_text())
-    assert (record["number"], record["extra"]) == (1, {"step": 1} if number % 2 else {})
+    assert (record["number"], record["extra"]) == (1, {"step": 1} if has_extra else {})
 
 
 def close_never(dmp: DistributedModelParallel, *how: Any) -> None:
