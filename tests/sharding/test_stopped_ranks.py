@@ -172,7 +172,7 @@ PLACES = [
 @pytest.mark.parametrize(("place", "ahead"), in_turns(PLACES, [False, True]))
 def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
     number = PLACES.index(place)
-    has_extra = bool(number // 2 % 2)
+    has_extra = bool(number % 2)
     close = [close_in_finally, close_by_with, close_in_except][number % 3]
     with pytest.raises(AssertionError, match="it died"):
         run(2, stopped, tmp_path, close, place, has_extra, ahead)
