@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long examples take to make says more of a busy machine than of a test.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Here and in the programs of tests. Else a process that compiles a graph starts one per core, each of which
 # imports torch first: that takes longer than to compile the few graphs of a test.

@@ -35,7 +35,7 @@ def made(folder: Path, data: list[str], hbm: str, ranks_per_host: int, *more: st
     machine = MACHINE | {"ranks_per_host": ranks_per_host, "hbm_per_rank": hbm}
     (folder / "topology.yaml").write_text(yaml.safe_dump(machine))
     files = ["--topology", f"{folder}/topology.yaml", "--json", f"{folder}/plan.json"]
-    own = ["--batch-size", str(BATCH_SIZE), "--search-seconds", "0.2"]
+    own = ["--batch-size", str(BATCH_SIZE), "--search-seconds", "1"]
     assert main(["plan", *data, *files, *own, *more]) == 0
     report: Report = json.loads((folder / "plan.json").read_text())
     return report

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=20)
 """For every collective."""
-_LONGEST_S = 120
+_LONGEST_S = 240
 _context = multiprocessing.get_context("forkserver")
 # once, in the process that forks the ranks
 _context.set_forkserver_preload(
