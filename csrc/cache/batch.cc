@@ -19,9 +19,11 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kBlock = 32;
-// A lookup of at least this many ids is deduplicated in parts, each of at least this many ids.
+// A lookup of at least this many ids is deduplicated in parts, each of at least this many ids. With several
+// threads a smaller one is, too.
 constexpr std::int64_t kPartsFrom = 1 << 16;
-constexpr std::int64_t kLeastOfPart = 1 << 14;
+constexpr std::int64_t kPartsOfThreadsFrom = 1 << 14;
+constexpr std::int64_t kLeastOfPart = 1 << 12;
 
 // Numbers the keys of a part. A ScratchTable keeps its memory from part to part and from batch to batch, and
 // clears it by counting a generation up. The memory of a large lookup goes back while small lookups follow.
@@ -383,7 +385,8 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
   }
   batch->unique.clear();
   batch->inverse.resize(static_cast<std::size_t>(total));
-  if (segments.size() > 1 && total >= kPartsFrom) return ByParts(segments, batch).Run();
+  const std::int64_t parts_from = NumThreads() > 1 ? kPartsOfThreadsFrom : kPartsFrom;
+  if (segments.size() > 1 && total >= parts_from) return ByParts(segments, batch).Run();
   const Borrowed borrowed;
   ScratchTable& table = *borrowed;
   table.Begin(total, total);

@@ -1,17 +1,20 @@
 #include "cache/resident_lookups.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "cache/csr.h"
 #include "cache/stopwatch.h"
 #include "common/key.h"
+#include "common/thread_pool.h"
 
 namespace tierstore {
 namespace {
 constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
-constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time in a tier of one lane
+// In a tier of one lane threads take so many rows, and look up so many of these at a time.
+constexpr std::int64_t kPiece = 1 << 12, kBlock = 512;
 
 // Returns the rows at `slots`, with the positions that use each row.
 std::shared_ptr<ResidentRows> RowsAt(PageVector<std::int32_t>&& slots, std::shared_ptr<Batch> batch) {
@@ -33,25 +36,31 @@ void ResidentLookups::Set(bool* flag, bool value) {
   *flag = value;
 }
 
-// Stops at the first rows that are missing, since the plan for them will look up every row. Several lanes
-// look up all rows side by side.
+// Stops soon after the first rows that are missing, since the plan for them will look up every row. Several
+// lanes look up all rows side by side.
 bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* slots, bool may_miss) const {
   const auto n = static_cast<std::int64_t>(batch.unique.size());
   slots->resize(batch.unique.size());
   const std::shared_lock lock(showing_);
   if (hidden_) return false;
-  const std::int64_t block = lane_ == nullptr ? std::max(n, kBlock) : kBlock;
-  for (std::int64_t begin = 0; begin < n; begin += block) {
-    const std::int64_t count = std::min(block, n - begin);
-    std::int32_t* const found = slots->data() + begin;
-    tier_.Find(batch.unique.data() + begin, count, found);
-    // Rows at overflow slots will leave.
-    const auto stays = [&](std::int32_t slot) {
-      return slot >= (may_miss ? -1 : 0) && slot < tier_.capacity();
-    };
-    if (!std::all_of(found, found + count, stays)) return false;
+  // Rows at overflow slots will leave.
+  const auto stays = [&](std::int32_t slot) {
+    return slot >= (may_miss ? -1 : 0) && slot < tier_.capacity();
+  };
+  if (lane_ == nullptr) {
+    tier_.Find(batch.unique.data(), n, slots->data());
+    return std::all_of(slots->begin(), slots->end(), stays);
   }
-  return true;
+  std::atomic<bool> all_stay{true};
+  ParallelFor(0, n, kPiece, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t begin = first; begin < last && all_stay; begin += kBlock) {
+      const std::int64_t count = std::min(kBlock, last - begin);
+      std::int32_t* const found = slots->data() + begin;
+      lane_->Find(batch.unique.data() + begin, count, found);
+      if (!std::all_of(found, found + count, stays)) all_stay = false;
+    }
+  });
+  return all_stay;
 }
 
 std::shared_ptr<ResidentRows> ResidentLookups::Find(std::shared_ptr<Batch> batch) {

@@ -135,21 +135,24 @@ def test_the_first_wrong_id_of_a_large_lookup_is_found(seed: int, threads: Calla
         assert made(segments)[1] == first_wrong(segments)
 
 
-PARTS_FROM, LEAST_OF_PART = 1 << 16, 1 << 14
+LEAST_OF_PART = 1 << 12
 
 
 @pytest.mark.parametrize("past", [-1, 0, 1])
-def test_lookups_around_the_sizes_of_parts(past: int, threads: Callable[[int], None]) -> None:
-    """A lookup has parts from 65,536 ids on, of 16,384 ids at least; some ids are padding."""
+@pytest.mark.parametrize(("count", "parts_from"), [(1, 1 << 16), (2, 1 << 14), (16, 1 << 14)])
+def test_lookups_around_the_sizes_of_parts(
+    count: int, parts_from: int, past: int, threads: Callable[[int], None]
+) -> None:
+    """A lookup has parts from so many ids on, of 4,096 ids at least; some ids are padding."""
     random = np.random.default_rng(past + 1)
-    sizes = [PARTS_FROM - LEAST_OF_PART - 9, 9, LEAST_OF_PART + past]
+    sizes = [parts_from - LEAST_OF_PART - 9, 9, LEAST_OF_PART + past]
     for distinct in (1, 7, 20_000, 1 << 40):
         segments = [
             (random.integers(0, distinct, size), table, 1 << 40, 3)
             for table, size in zip((4, 2, 9), sizes, strict=True)
         ]
         unique, inverse = expected(segments)
-        threads(2)
+        threads(count)
         batch, _ = made(segments)
         assert batch.unique.tolist() == unique
         assert batch.inverse.tolist() == inverse

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+import tierstore
 from tests.bags import Bags, budget, build, random_batches, train
-from tierstore import TierConfig, optim
+from tierstore import TierConfig, TieredEmbeddingBag, _core, optim
 from tierstore.cache.layout import IdSegment
 
 ADAGRAD = optim.Adagrad(lr=0.1)
@@ -329,3 +330,27 @@ def test_rows_that_were_read_are_no_part_of_a_later_update() -> None:
         after = read(module, [IDS])[0]
         assert not torch.equal(before, after)
         assert torch.equal(after, module(IDS).detach())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [511, 512, 513, 4095, 4096, 4097, 8193, 40_000])
+def test_threads_find_rows_in_pieces(count: int, threads: int) -> None:
+    """Around the sizes of the pieces; one row is missing at last, the first or the last one."""
+    before = _core.num_threads()
+    with TieredEmbeddingBag(50_000, 4, mode="sum", config=IN_MEMORY, optimizer=ADAGRAD) as module:
+        ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(count))[: count + 1]
+        module(ids[:count].view(-1, 1))
+        group = module.engine.groups[0]
+        native = group.resident._native
+        tierstore.set_num_threads(threads)
+        try:
+            for order, are_here in ((ids[:count], True), (ids, False), (ids.flip(0), False)):
+                numbers = order.numpy().copy()
+                segment = IdSegment("t", numbers.ctypes.data, len(numbers), False, 0, 50_000)
+                batch = group.batch([segment])
+                found = native.find(batch)
+                assert (found is not None) == are_here
+                if found is not None:
+                    assert np.array_equal(found.slots, group.fast.native.find(batch.unique))
+        finally:
+            tierstore.set_num_threads(before)
