@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from tierstore.result_file import machine
 
 from ._training_arguments import add_training_arguments, load_dataset
 
@@ -128,19 +128,7 @@ def _result(
             "last_loss": statistics.fmean(system.losses[-100:]),
         }
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"}
-    return {"options": options, "machine": _machine(), "systems": figures}
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    return {"options": options, "machine": machine(), "systems": figures}
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bench import baselines
 from tierstore.errors import ConfigError
+from tierstore.result_file import machine
 
 
 def run(*arguments: str) -> int:
@@ -47,7 +48,9 @@ def test_all_systems_train_the_same_model(tmp_path, capsys):
         ),
     )
     assert code == 0
-    systems = json.loads(out.read_text())["systems"]
+    result = json.loads(out.read_text())
+    assert result["machine"].keys() == machine().keys()  # the page of measurements names all of it
+    systems = result["systems"]
     assert list(systems) == names.split(",")
     assert "in-memory" in capsys.readouterr().out
     for figures in systems.values():
