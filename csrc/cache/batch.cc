@@ -19,11 +19,8 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kBlock = 32;
-// A lookup of at least this many ids is deduplicated in parts, each of at least this many ids. With several
-// threads a smaller one is, too.
-constexpr std::int64_t kPartsFrom = 1 << 16;
-constexpr std::int64_t kPartsOfThreadsFrom = 1 << 14;
-constexpr std::int64_t kLeastOfPart = 1 << 12;
+// Lookups of so many ids are deduplicated in parts: by one thread, by several; and the least ids of a part.
+constexpr std::int64_t kPartsFrom = 1 << 16, kPartsOfThreadsFrom = 1 << 14, kLeastOfPart = 1 << 12;
 
 // Numbers the keys of a part. A ScratchTable keeps its memory from part to part and from batch to batch, and
 // clears it by counting a generation up. The memory of a large lookup goes back while small lookups follow.
