@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 Case = TypeVar("Case")
+Cases = TypeVar("Cases", bound=tuple[object, ...])
 Other = TypeVar("Other")
 
 
@@ -20,10 +21,14 @@ def every(n: int) -> int:
     return 1 if os.environ.get("TIERSTORE_THOROUGH") == "1" else n
 
 
-def thinned(cases: Iterable[Case], n: int) -> list[Case]:
-    """Return every n-th case in CI. Where cases are products, let ``n`` have no divisor in common with the
-    length of a factor, so that every value of each factor comes."""
-    return list(cases)[:: every(n)]
+def thinned(cases: Iterable[Cases], n: int) -> list[Cases]:
+    """Return every n-th case in CI, among which every value of each parameter must be."""
+    found = list(cases)
+    kept = found[:: every(n)]
+    for values, kept_values in zip(zip(*found, strict=True), zip(*kept, strict=True), strict=True):
+        left_out = [value for value in values if value not in kept_values]
+        assert not left_out, f"of every {n}th case none has {left_out[0]!r}"
+    return kept
 
 
 def in_turns(many: Iterable[Case], few: Iterable[Other]) -> list[tuple[Case, Other]]:

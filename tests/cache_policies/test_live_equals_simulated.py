@@ -109,7 +109,7 @@ REFUSING = itertools.product(
 )
 
 
-@pytest.mark.parametrize(("admission", "policy", "tiers"), thinned(REFUSING, 7))
+@pytest.mark.parametrize(("admission", "policy", "tiers"), thinned(REFUSING, 4))
 def test_refused_rows_are_written_through_and_train_all_the_same(tmp_path, admission, policy, tiers):
     depth, uvm = tiers
     batches = skewed_batches(tables=2, count=40, bags=24, hotness=3)

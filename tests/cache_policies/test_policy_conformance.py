@@ -13,7 +13,6 @@ from cache_policies.fifo import Fifo
 from cache_policies.lists import push_newest, unlink
 from tests.cache_policies.policy_driver import Driver
 from tests.cache_policies.policy_oracles import ORACLES
-from tests.density import thinned
 
 KNOWN = cache_policies.names()
 
@@ -153,7 +152,7 @@ class TestEdges:
             cache_policies.get(name).compile(capacity)
 
 
-@pytest.mark.parametrize("name", thinned(KNOWN, 4))
+@pytest.mark.parametrize("name", KNOWN)
 def test_the_check_for_ones_own_policies_finds_nothing(name):
     cache_policies.check(name, plans=60)
 
