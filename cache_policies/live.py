@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
+from cache_policies.addresses import pointer
 from cache_policies.hashing import mix
 from cache_policies.inner import called, inlined
 from cache_policies.prefetch import AHEAD, prefetch
@@ -31,6 +32,11 @@ def starts_of(uses: np.ndarray) -> np.ndarray:
     """Return where the uses of each row begin among all uses, and at last how many these are (int32,
     (n + 1,)), for rows that are used so often."""
     return np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]  # array.ctypes takes three times as long
+    return address
 
 
 class LiveCurves:
@@ -60,10 +66,17 @@ class LiveCurves:
 
     def observe(self, keys: np.ndarray, starts: np.ndarray) -> None:
         """Add one batch: its rows (uint64 keys, (n,), each once), and where the uses of each begin among all
-        uses, and at last how many these are (int32 or int64, (n + 1,))."""
-        self._batches += 1
+        uses, and at last how many these are (int32, (n + 1,))."""
+        keys, starts = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(starts, np.int32)
+        self.observe_at(np.array([[_address(keys), keys.size, _address(starts)]]))
+
+    def observe_at(self, batches: np.ndarray) -> None:
+        """Add batches as :meth:`observe` does, which lie in memory: int64 (batches, 3), with the address of
+        the keys, their number, and the address of the starts. One call for many small batches takes little
+        more time, and the lock of the interpreter is got back only once."""
+        self._batches += len(batches)
         _observe(
-            keys, starts, self._number, self._totals, self._threshold,
+            batches, self._number, self._totals, self._threshold,
             (self._live, self._hashes, self._position, self._taken, self._before, self._distances),
         )  # fmt: skip
 
@@ -115,7 +128,16 @@ def _find(hashes, hash_):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _observe(keys, starts, number, totals, threshold, state):
+def _observe(batches, number, totals, threshold, state):
+    for b in range(batches.shape[0]):
+        count = batches[b, 1]
+        keys = carray(pointer(batches[b, 0]), count, np.uint64)
+        starts = carray(pointer(batches[b, 2]), count + 1, np.int32)
+        _observe_one(keys, starts, number, totals, threshold, state)
+
+
+@called
+def _observe_one(keys, starts, number, totals, threshold, state):
     live, hashes, position, taken, before, distances = state
     rows = distances.shape[1] - 1
     chosen, runs = np.empty(keys.size, np.int32), np.empty((keys.size + 1, 2), np.int32)

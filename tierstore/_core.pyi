@@ -502,7 +502,7 @@ class ResidentLookups:
     def take(
         self,
     ) -> tuple[
-        list[ResidentRows],
+        Int64Array,
         tuple[list[int], list[int]],
         tuple[int, int],
         int,

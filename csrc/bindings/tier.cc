@@ -1,5 +1,5 @@
-// Binds a memory tier's slots: ShareConfig, Plan, Tier, ResidentLookups. Returned arrays are views that keep
-// their owner alive; callers do not write to them.
+// Binds a memory tier's slots: ShareConfig, Plan, Tier. Returned arrays are views that keep their owner
+// alive; callers do not write to them.
 #include "cache/tier.h"
 
 #include <algorithm>
@@ -11,7 +11,6 @@
 #include "bindings/host_rows.h"
 #include "bindings/registry.h"
 #include "cache/plan_counts.h"
-#include "cache/resident_lookups.h"
 
 namespace py = pybind11;
 
@@ -277,101 +276,6 @@ void BindTier(py::module_& m) {
       .def("__len__", &Tier::size);
 }
 
-template <auto Member>
-auto RowsView() {
-  return [](py::object self) { return View(self.cast<const ResidentRows&>().*Member, self); };
-}
-
-py::tuple TakeCounted(ResidentLookups& lookups) {
-  ResidentLookups::Counted counted = lookups.Take();
-  return py::make_tuple(std::move(counted.lookups),
-                        py::make_tuple(std::move(counted.table_rows), std::move(counted.table_hits)),
-                        py::make_tuple(counted.positions, counted.hits), counted.read_rows,
-                        py::make_tuple(counted.seconds, counted.announce_seconds, counted.compute_seconds));
-}
-
-// NewHostRows are rows in host memory that begin with initial values.
-class NewHostRows : public NewRows {
- public:
-  NewHostRows(HostRows* rows, const InitialValues& values)
-      : rows_(*rows),
-        values_(values),
-        at_(rows->Of(values.dim + values.state_floats)),
-        tables_(values.Tables()) {}
-
-  void Commit(std::int64_t slots) const override { rows_.Commit(slots); }
-  void Fill(const PageVector<std::int32_t>& slots, const PageVector<std::uint64_t>& keys) const override {
-    const auto n = static_cast<std::int64_t>(keys.size());
-    RequireTables(keys.data(), n, tables_.num_tables, kNoKind);
-    InitRows(at_, slots.data(), keys.data(), n, values_.dim, values_.state_floats, values_.state_value,
-             tables_);
-  }
-
- private:
-  HostRows& rows_;
-  const InitialValues& values_;
-  const Rows at_;
-  const TableInit tables_;
-};
-
-// Holds a lock of Python, if the lock was free, as long as this object lives. Make and end a FreeLock with
-// the interpreter's lock held; no code that is written in Python runs meanwhile.
-class FreeLock {
- public:
-  explicit FreeLock(const py::object& lock) : lock_(lock), held_(lock.attr("acquire")(false).cast<bool>()) {}
-  FreeLock(const FreeLock&) = delete;
-  FreeLock& operator=(const FreeLock&) = delete;
-  ~FreeLock() {
-    if (held_) lock_.attr("release")();
-  }
-  bool held() const { return held_; }
-
- private:
-  const py::object& lock_;
-  const bool held_;
-};
-
-std::shared_ptr<ResidentRows> AddRows(ResidentLookups& lookups, std::shared_ptr<Batch> batch, HostRows& rows,
-                                      const InitialValues& values, const py::object& lock) {
-  const NewHostRows fresh(&rows, values);
-  const FreeLock held(lock);
-  if (!held.held()) return nullptr;
-  const py::gil_scoped_release unlocked;
-  return lookups.Add(std::move(batch), fresh);
-}
-
-void BindResidentLookups(py::module_& m) {
-  py::class_<ResidentRows, std::shared_ptr<ResidentRows>>(m, "ResidentRows")
-      .def_readonly("batch", &ResidentRows::batch)
-      .def_property_readonly("slots", RowsView<&ResidentRows::slots>())
-      .def_readonly("missing", &ResidentRows::missing)
-      .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
-      .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
-  py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
-      .def(py::init<Tier*, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
-      .def("begin_plan", &ResidentLookups::BeginPlan, Unlocked(), "Add nothing until end_plan().")
-      .def("end_plan", &ResidentLookups::EndPlan, Unlocked())
-      .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")
-      .def("show", &ResidentLookups::Show, Unlocked())
-      .def("find", &ResidentLookups::Find, py::arg("batch"), Unlocked(),
-           "Return the rows of a batch, or None where a row is missing or rows are hidden.")
-      .def(
-          "add", &AddRows, py::arg("batch"), py::arg("rows"), py::arg("values"), py::arg("lock"),
-          "Return the rows of a batch; missing rows begin with initial values. Returns None where a plan has "
-          "to add the rows: during a plan, while another thread holds the tier's lock (a threading.RLock), "
-          "or where memory is refused.")
-      .def("read", &ResidentLookups::Read, py::arg("batch"), py::arg("may_miss"), Unlocked(),
-           "Return the rows of a batch that is read outside of training, without positions. Returns None "
-           "where find() does, but rows may be missing if may_miss.")
-      .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
-      .def(
-          "take", &TakeCounted,
-          "Return what is to be counted of the lookups since the last call: the lookups, the unique rows of "
-          "each table and how many of these rows were here, the positions and how many of them use rows that "
-          "were here, the unique rows of read(), the seconds of find() and add(), the seconds of removing "
-          "repeated ids, and the seconds of kernels in calls of ResidentForward.");
-}
-
 }  // namespace
 
 TIERSTORE_BINDINGS(tier) {
@@ -380,7 +284,6 @@ TIERSTORE_BINDINGS(tier) {
   BindShare(m);
   BindPlan(m);
   BindTier(m);
-  BindResidentLookups(m);
 }
 
 }  // namespace tierstore

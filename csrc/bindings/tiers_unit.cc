@@ -1,5 +1,6 @@
 // Bindings of tiers and of lookups in them, compiled as one file (rows_unit.cc).
 #include "bindings/keyed.cc"
+#include "bindings/resident_lookups.cc"
 #include "bindings/shared_offsets.cc"
 #include "bindings/slot_marks.cc"
 #include "bindings/tier.cc"

@@ -85,6 +85,32 @@ def test_keys_are_chosen_by_their_hashes_and_tables(runs):
         assert totals[table].tolist() == [(numbers == table).sum(), uses[numbers == table].sum()]
 
 
+def test_one_call_takes_the_batches_of_many():
+    rng = np.random.default_rng(4)
+    keys = [rng.permutation(10**6)[:count].astype(np.uint64) for count in (3000, 0, 1, 5000)]
+    starts = [starts_of(rng.integers(1, 9, one.size)) for one in keys]
+    one_by_one, together = LiveCurves([0]), LiveCurves([0])
+    for one, begins in zip(keys, starts, strict=True):
+        one_by_one.observe(one, begins.astype(np.int64))
+    together.observe_at(
+        np.array([[k.ctypes.data, k.size, s.ctypes.data] for k, s in zip(keys, starts, strict=True)])
+    )
+    assert one_by_one.rate(0) == together.rate(0) < 1
+    assert one_by_one.per_batch(0) == together.per_batch(0)
+    for ours, expected in zip(vars(together).values(), vars(one_by_one).values(), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_rows_need_not_lie_side_by_side():
+    keys = np.arange(200, dtype=np.uint64)
+    apart, beside = LiveCurves([0]), LiveCurves([0])
+    for curves, given in ((apart, keys[::2]), (beside, keys[::2].copy())):
+        for _ in range(2):
+            curves.observe(given, starts_of(np.ones(given.size)))
+    assert apart.curve(0).misses([100]).tolist() == beside.curve(0).misses([100]).tolist()
+    assert apart.footprint(0) == 100
+
+
 def test_memory_does_not_grow():
     curves = LiveCurves(range(26))
     before = curves.nbytes

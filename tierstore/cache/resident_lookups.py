@@ -98,9 +98,8 @@ class ResidentLookups:
         self._is_asked = False
         with self._lock:
             lookups, table_rows, accesses, read_rows, (plan, announce, compute) = self._native.take()
-            for rows in lookups:
-                self._curves.observe(rows.batch.unique, rows.csr_start)
-            if lookups:
+            if len(lookups):
+                self._curves.observe_at(lookups)
                 self._stats.count_resident(len(lookups), np.array(table_rows, np.int64), accesses)
                 self._stats.counters.plan_seconds += plan
             self._stats.counters.announce_seconds += announce
