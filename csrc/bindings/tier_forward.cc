@@ -35,6 +35,10 @@ struct RowLookup : Found {
   KeyedBags bags;  // of all keys
 };
 
+// A call for fewer positions keeps the interpreter's lock: what another thread does with the lock meanwhile
+// takes longer than the call.
+constexpr std::int64_t kManyPositions = 1 << 12;
+
 // Tells the seconds since the clock was made.
 class Clock {
  public:
@@ -98,7 +102,8 @@ struct ResidentForward {
            const Kernel& kernel) const {
     const Rows at = rows.Of(dim);
     double compute = 0;
-    const py::gil_scoped_release unlocked;
+    std::optional<py::gil_scoped_release> unlocked;
+    if (positions >= kManyPositions) unlocked.emplace();
     if (Deduplicate(segments, made->batch.get()).segment >= 0) return false;
     const double announce = call.Seconds();
     const PageVector<std::int32_t>& inverse = made->batch->inverse;
