@@ -2,6 +2,7 @@
 // integers (tensor.data_ptr()). Arrays must have exactly the dtype that the docstring names, and be
 // C-contiguous (TypeError otherwise). Sizes that do not fit raise ValueError.
 #include "bindings/host_rows.h"
+#include "bindings/unlocked.h"
 #include "kernels/lookup.h"
 #include "kernels/update.h"
 
@@ -86,7 +87,7 @@ void BindLookupPooled(const HostRows& self, const LookupArgs& args, const BagArg
                       Address weights, Address argmax) {
   const Gather gather = MakeGather(self, args);
   const Bags bags = MakeBags(bag_args, args.inverse);
-  const py::gil_scoped_release release;
+  const UnlockedIfMany unlocked(args.inverse.size());
   LookupPooled(gather, bags, Pointer<const float>(weights), Pointer<float>(out),
                Pointer<std::int32_t>(argmax));
 }
@@ -94,7 +95,7 @@ void BindLookupPooled(const HostRows& self, const LookupArgs& args, const BagArg
 void BindLookupRows(const HostRows& self, const LookupArgs& args, Address out, std::int64_t out_stride) {
   const Gather gather = MakeGather(self, args);
   Require(out_stride >= args.dim, "out_stride must be at least dim");
-  const py::gil_scoped_release release;
+  const UnlockedIfMany unlocked(args.inverse.size());
   LookupRows(gather, args.inverse.size(), Pointer<float>(out), out_stride);
 }
 
@@ -123,12 +124,12 @@ Touched MakeTouched(const HostRows& self, const UpdateArgs& args, const Rounding
   return touched;
 }
 
-// Runs `update` without the GIL, and returns its result as an array.
+// Runs `update` and returns its result as an array.
 template <typename Update>
-Array<std::int32_t> Rejected(const Update& update) {
+Array<std::int32_t> Rejected(const UpdateArgs& args, const Update& update) {
   std::vector<std::int32_t> rows;
   {
-    const py::gil_scoped_release release;
+    const UnlockedIfMany unlocked(args.csr_positions.size());
     rows = update();
   }
   return Array<std::int32_t>(static_cast<py::ssize_t>(rows.size()), rows.data());
@@ -140,7 +141,7 @@ Array<std::int32_t> BindUpdatePooled(const HostRows& self, const UpdateArgs& arg
   const Touched touched = MakeTouched(self, args, rounding);
   const PooledGrads grads{bag_args.Get(), Pointer<const float>(weights), Pointer<const std::int32_t>(argmax),
                           Pointer<const float>(grad)};
-  return Rejected([&] {
+  return Rejected(args, [&] {
     return UpdatePooled(touched, grads, args.step, args.check_finite,
                         {DataOr0(args.squares), DataOr0(args.means)});
   });
@@ -150,7 +151,7 @@ Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args,
                                    std::int64_t grad_stride, const Rounding& rounding) {
   const Touched touched = MakeTouched(self, args, rounding);
   Require(grad_stride >= args.dim, "grad_stride must be at least dim");
-  return Rejected([&] {
+  return Rejected(args, [&] {
     return UpdateRows(touched, INT32_MAX, Pointer<const float>(grad), grad_stride, args.step,
                       args.check_finite, {DataOr0(args.squares), DataOr0(args.means)});
   });

@@ -10,6 +10,7 @@
 #include "bindings/host_rows.h"
 #include "bindings/keyed.h"
 #include "bindings/registry.h"
+#include "bindings/unlocked.h"
 #include "cache/batch.h"
 #include "cache/resident_lookups.h"
 #include "cache/stopwatch.h"
@@ -34,10 +35,6 @@ struct PooledLookup : Found {
 struct RowLookup : Found {
   KeyedBags bags;  // of all keys
 };
-
-// A call for fewer positions keeps the interpreter's lock: what another thread does with the lock meanwhile
-// takes longer than the call.
-constexpr std::int64_t kManyPositions = 1 << 12;
 
 // Tells the seconds since the clock was made.
 class Clock {
@@ -102,8 +99,7 @@ struct ResidentForward {
            const Kernel& kernel) const {
     const Rows at = rows.Of(dim);
     double compute = 0;
-    std::optional<py::gil_scoped_release> unlocked;
-    if (positions >= kManyPositions) unlocked.emplace();
+    const UnlockedIfMany unlocked(positions);
     if (Deduplicate(segments, made->batch.get()).segment >= 0) return false;
     const double announce = call.Seconds();
     const PageVector<std::int32_t>& inverse = made->batch->inverse;
