@@ -155,7 +155,7 @@ def finished(
     """Return the output of a lookup that :func:`begun_at_once` has begun.
 
     ``is_found``: whether its rows were found; ``is_due``: whether it is time to count lookups."""
-    lookup.frozen = () if anchor is None else module.frozen_beside()
+    lookup.frozen = () if anchor is None else module.frozen_tables()
     if is_due:
         lookup.count_soon()
     if is_found:

@@ -212,7 +212,7 @@ class TieredModule(TrainedTables, nn.Module):
         if (updates or self.training) and not self.collective and ranks() > 1:
             self._refuse_replicas(updates)
         if updates:
-            frozen = self.frozen_beside()
+            frozen = self.frozen_tables()
             lookup.acquire()
             for part in lookup.parts:
                 part.frozen = frozen

@@ -66,16 +66,14 @@ class TrainedTables(RowCalls):
         self._shown = [holder.show_parameter(trained, device) for holder, trained in pairs]
 
     def frozen_tables(self) -> list[int]:
-        """Return the tables that a backward pass would not change."""
+        """Return the tables that are frozen now. In torch the graph of a forward call does not have such
+        tables, also if they are unfrozen before the backward pass."""
         if not self._shown:
             return [] if self._requires_grad and self.has_optimizer else self.table_numbers
+        if all_trained(self._shown):  # as in nearly every call, in half the time
+            return []
         shown = zip(self.table_numbers, self._shown, strict=True)
         return [table for table, parameter in shown if not parameter.now.requires_grad]
-
-    def frozen_beside(self) -> Sequence[int]:
-        """Return the tables that are frozen in a forward call now. In torch a graph does not have such
-        tables, also if they are unfrozen before the backward pass."""
-        return () if all_trained(self._shown) else self.frozen_tables()
 
     @property
     def frozen(self) -> bool:
