@@ -11,7 +11,7 @@
 
 namespace tierstore {
 namespace {
-constexpr std::size_t kMostLookups = 64;
+constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
 // In a tier of one lane threads take so many rows, and look up so many of these at a time.
 constexpr std::int64_t kPiece = 1 << 12, kBlock = 512;

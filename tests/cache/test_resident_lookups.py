@@ -109,16 +109,16 @@ def test_counting_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Callable[[], None]] = []
     monkeypatch.setattr("tierstore.cache.resident_lookups.soon", asked.append)
     with build(IN_MEMORY, ADAGRAD, DIMS) as module:
-        train(module, epochs(11)[:63])
+        train(module, epochs(3)[:15])
         assert not asked
-        train(module, epochs(11))
+        train(module, epochs(3))
         assert len(asked) == 1
         asked[0]()
-        train(module, epochs(11)[:63])
+        train(module, epochs(3)[:15])
         assert len(asked) == 1
         train(module, epochs(1)[:1])
         assert len(asked) == 2
-        assert module.engine.stats()["lookups"] == 63 + 66 + 64
+        assert module.engine.stats()["lookups"] == 15 + 18 + 16
 
 
 def test_rows_are_not_found_before_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
