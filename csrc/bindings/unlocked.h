@@ -9,8 +9,8 @@
 namespace tierstore {
 
 // A call for fewer positions keeps the lock: getting it back, from a busy thread above all, takes as long as
-// the work.
-constexpr std::int64_t kManyPositions = 1 << 11;
+// the work. Calls of several threads for more positions run side by side.
+constexpr std::int64_t kManyPositions = 1 << 9;
 
 class UnlockedIfMany {
  public:
