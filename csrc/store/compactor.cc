@@ -131,7 +131,7 @@ void Compactor::FindNewest(const Batch& batch, std::span<const std::uint32_t> sl
   std::uint64_t keys[kSlotsPerBatch] = {};
   Location locations[kSlotsPerBatch];
   for (std::size_t i = 0; i < slots.size(); ++i) keys[i] = LoadRecordHeader(batch.RecordOf(slots[i])).key;
-  state_.rows.Find(keys, slots.size(), locations, row_class);
+  state_.rows.Find(keys, slots.size(), locations, &row_class);
   for (std::size_t i = 0; i < slots.size(); ++i)
     newest[i] = !victim.retired && locations[i] == row_class.LocationOf(victim, slots[i]);
 }

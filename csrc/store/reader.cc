@@ -30,13 +30,6 @@ constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
                      ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
 }
 
-// Returns how many of the first keys are of one table, up to kRowsPerLookup.
-std::size_t RowsOfOneTable(std::span<const std::uint64_t> keys) {
-  std::size_t n = 1;
-  while (n < keys.size() && n < kRowsPerLookup && KeyTable(keys[n]) == KeyTable(keys[0])) ++n;
-  return n;
-}
-
 // Records and rows come from memory that no core has used yet, so the next records are fetched while a record
 // is checked.
 constexpr std::size_t kPrefetch = 3;
@@ -153,20 +146,16 @@ Reader::Lane& Reader::PickLane(std::size_t rows) {
 
 void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {
   Location locations[kRowsPerLookup];
-  for (std::size_t at = 0; at < keys.size();) {
-    const std::size_t n = RowsOfOneTable(keys.subspan(at));
+  for (std::size_t at = 0; at < keys.size(); at += kRowsPerLookup) {
+    const std::size_t n = std::min(keys.size() - at, kRowsPerLookup);
     const Lock lock = mutex_.LockForRead();
     context_.CheckOpen();
-    const RowIndex::Table* const table = state_.rows.FindTable(KeyTable(keys[at]));
-    if (table == nullptr) {
-      std::fill_n(places + at, n, kNowhere);
-    } else {
-      table->index.Find(&keys[at], n, locations);
-      std::transform(locations, locations + n, places + at, [&](Location location) {
-        return location == TableIndex::kAbsent ? kNowhere : table->row_class->PlaceOf(location);
-      });
+    state_.rows.Find(&keys[at], n, locations, nullptr);
+    for (std::size_t i = 0; i < n; ++i) {
+      const RowIndex::Table* const table = state_.rows.FindTable(KeyTable(keys[at + i]));
+      places[at + i] =
+          locations[i] == TableIndex::kAbsent ? kNowhere : table->row_class->PlaceOf(locations[i]);
     }
-    at += n;
   }
 }
 
@@ -179,7 +168,7 @@ void Reader::Locate(std::span<const std::uint64_t> keys, const ReadTarget& targe
   context_.CheckOpen();
   bool may_release = true;
   for (std::size_t at = 0; at < keys.size();) {
-    const std::size_t n = RowsOfOneTable(keys.subspan(at));
+    const std::size_t n = std::min(keys.size() - at, kRowsPerLookup);
     if (!Resolve(keys.subspan(at, n), target, found + at, at, pending)) {
       pending = Pending{};
       may_release = false;
@@ -218,21 +207,26 @@ void Reader::Measure(BatchReader& reader, const Pending& pending) try {
   // The next opening removes the file.
 }
 
-// Looks up keys of one table, from position `base` of the call on. Returns false when a segment of the rows
-// before has given its ordinal to another segment, so that all rows must be looked up again.
+// Looks up at most kRowsPerLookup keys, from position `base` of the call on. Returns false when a segment of
+// the rows before has given its ordinal to another segment, so that all rows must be looked up again.
 bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found,
                      std::size_t base, Pending& pending) {
-  const std::uint32_t number = KeyTable(keys[0]);
-  if (state_.rows.FindTable(number) == nullptr) {
+  RowClass* of_tables = nullptr;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const std::uint32_t table = KeyTable(keys[i]);
+    if (i > 0 && table == KeyTable(keys[i - 1])) continue;
+    if (state_.rows.FindTable(table) != nullptr)
+      of_tables = state_.rows.TableFor(table, target.row_bytes).row_class;
+  }
+  if (of_tables == nullptr) {
     std::fill_n(found, keys.size(), false);
     return true;
   }
-  const RowIndex::Table& table = state_.rows.TableFor(number, target.row_bytes);
-  RowClass& row_class = *table.row_class;
+  RowClass& row_class = *of_tables;
   pending.row_class = &row_class;
   pending.segments.resize(row_class.segments.size());
   Location locations[kRowsPerLookup];
-  table.index.Find(keys.data(), keys.size(), locations);
+  state_.rows.Find(keys.data(), keys.size(), locations, &row_class);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     found[i] = locations[i] != TableIndex::kAbsent;
     if (!found[i]) continue;

@@ -11,7 +11,32 @@ namespace {
 
 constexpr std::size_t kMaxTables = std::size_t{1} << (64 - kIdBits);
 
+// So many keys behind a run of one table's keys are fetched.
+constexpr std::size_t kAhead = 16;
+
 }  // namespace
+
+// Fetches what the index has of keys that follow the present run. The index of a table fetches further keys of
+// its run by itself; but rows that leave memory together, or that lie side by side in files, are of all tables
+// in turn, so that most runs have one key.
+class RowIndex::Ahead {
+ public:
+  Ahead(const RowIndex& index, const std::uint64_t* keys, std::size_t n) : index_(index), keys_(keys), n_(n) {}
+
+  void Fetch(std::size_t run_end) {
+    const std::size_t end = std::min(n_, run_end + kAhead);
+    for (at_ = std::max(at_, run_end); at_ < end; ++at_) {
+      if (const Table* const table = index_.FindTable(KeyTable(keys_[at_])); table != nullptr)
+        table->index.Prefetch(keys_[at_]);
+    }
+  }
+
+ private:
+  const RowIndex& index_;
+  const std::uint64_t* keys_;
+  std::size_t n_;
+  std::size_t at_ = 0;
+};
 
 RowIndex::RowIndex(const StoreContext& context, SegmentSet& segments)
     : context_(context), segments_(segments) {}
@@ -59,12 +84,14 @@ RowIndex::Table& RowIndex::TableFor(std::uint32_t table, std::uint32_t row_bytes
 }
 
 void RowIndex::Find(const std::uint64_t* keys, std::size_t n, Location* locations,
-                    const RowClass& row_class) const {
+                    const RowClass* row_class) const {
+  Ahead ahead(*this, keys, n);
   for (std::size_t at = 0, run = 1; at < n; at += run, run = 1) {
     const std::uint32_t table = KeyTable(keys[at]);
     while (at + run < n && KeyTable(keys[at + run]) == table) ++run;
+    ahead.Fetch(at + run);
     const Table* const found = FindTable(table);
-    if (found == nullptr || found->row_class != &row_class) {
+    if (found == nullptr || (row_class != nullptr && found->row_class != row_class)) {
       std::fill_n(locations + at, run, TableIndex::kAbsent);
     } else {
       found->index.Find(keys + at, run, locations + at);
@@ -77,9 +104,11 @@ void RowIndex::Put(const std::uint64_t* keys, const Location* locations, std::si
   changed_ = changed_ || n > 0;
   puts_ += n;
   Location previous[256];
+  Ahead ahead(*this, keys, n);
   for (std::size_t at = 0; at < n;) {
     std::size_t run = 1;
     while (at + run < n && run < std::size(previous) && KeyTable(keys[at + run]) == KeyTable(keys[at])) ++run;
+    ahead.Fetch(at + run);
     Table& table = *tables_[KeyTable(keys[at])];
     table.index.Put(keys + at, locations + at, run, previous);
     for (std::size_t i = 0; i < run; ++i) {

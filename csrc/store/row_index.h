@@ -44,8 +44,9 @@ class RowIndex {
   // Returns the tables by number; null where there is none.
   const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
 
-  // Gives the location of each key, or TableIndex::kAbsent where its table has rows of another size.
-  void Find(const std::uint64_t* keys, std::size_t n, Location* locations, const RowClass& row_class) const;
+  // Gives the location of each key, or TableIndex::kAbsent where its table is not of the class, if any is
+  // given.
+  void Find(const std::uint64_t* keys, std::size_t n, Location* locations, const RowClass* row_class) const;
 
   // Notes that the newest version of each key is now at its location, in a segment whose `live` counts these
   // rows already. Former versions are superseded. Copies (`relocated`) equal their sources, so the last
@@ -69,6 +70,8 @@ class RowIndex {
   void Clear();
 
  private:
+  class Ahead;
+
   const StoreContext& context_;
   SegmentSet& segments_;
   std::vector<std::unique_ptr<Table>> tables_;

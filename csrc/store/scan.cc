@@ -273,7 +273,7 @@ std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint
   const SegmentPtr segment = SegmentOf(cursor);
   if (segment == nullptr) return 0;
   const RowClass& row_class = *segment->row_class;
-  state_.rows.Find(records.keys, records.n, locations, row_class);
+  state_.rows.Find(records.keys, records.n, locations, &row_class);
   for (std::uint32_t i = 0; i < records.n; ++i) {
     if (locations[i] != row_class.LocationOf(*segment, records.slots[i])) continue;
     records.keys[live] = records.keys[i];

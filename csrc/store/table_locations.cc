@@ -18,6 +18,10 @@ constexpr unsigned kSampledRangeBits = 10;  // ids of a full range that are coun
 
 void TableLocations::Find(const std::uint64_t* ids, std::size_t n, Location* locations) const {
   if (ranges_.ranges() == 0) return hash_.Find(ids, n, locations);
+  if (n == 1) {
+    locations[0] = Find(ids[0]);  // there is nothing else to wait for meanwhile
+    return;
+  }
   for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) Prefetch(ids[i]);
   for (std::size_t i = 0; i < n; ++i) {
     if (i + kPrefetch < n) Prefetch(ids[i + kPrefetch]);
