@@ -99,6 +99,8 @@ TIERSTORE_BINDINGS(kernels) {
   m.def("num_threads", &NumThreads, "Return the number of threads that one kernel may use.");
   m.def("set_num_threads", &SetNumThreads, py::arg("n"),
         "Let every kernel use at most n threads. Results do not depend on n.");
+  m.def("limit_threads", &LimitThreads, py::arg("n"),
+        "Let kernels that the calling thread starts use at most n threads; 0 ends the limit.");
   m.def("start_threads", &StartThreads,
         "Start the threads that kernels may use now: each has the niceness of the thread that starts it.");
   m.def(

@@ -28,6 +28,8 @@ int Cpus() {
                                                      : static_cast<int>(std::thread::hardware_concurrency());
 }
 
+thread_local int t_limit = 0;  // threads of a loop that this thread starts; 0: no limit of its own
+
 std::atomic<int>& ThreadCount() {
   static std::atomic<int> count{std::clamp(Cpus(), 1, 16)};
   return count;
@@ -267,7 +269,10 @@ ThreadPool& Pool() {
 
 }  // namespace
 
-int NumThreads() { return ThreadCount().load(); }
+int NumThreads() {
+  const int all = ThreadCount().load();
+  return t_limit > 0 ? std::min(t_limit, all) : all;
+}
 
 void SetNumThreads(int n) {
   if (n < 1 || n > 1024) throw std::invalid_argument("number of threads must be between 1 and 1024");
@@ -276,11 +281,16 @@ void SetNumThreads(int n) {
   ThreadCount().store(n);
 }
 
+void LimitThreads(int n) {
+  if (n < 0) throw std::invalid_argument("a limit of threads must be 0 (none) or more");
+  t_limit = n;
+}
+
 int SpinningThreads(int cpus) { return cpus <= 4 ? 0 : cpus / 2; }
 
 void SetSpinningThreads(int n) { SpinningCount().store(n); }
 
-void StartThreads() { Pool().Start(NumThreads() - 1); }
+void StartThreads() { Pool().Start(ThreadCount().load() - 1); }
 
 void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain, const Body& fn) {
   if (begin >= end) return;

@@ -6,15 +6,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierstore
 from tests.bags import SGD, budget, build, random_batches
-from tierstore import TierConfig
+from tierstore import TierConfig, _core
 from tierstore.pipeline import processors
 from tierstore.pipeline.processors import Apart, processor_of
 
@@ -55,6 +57,11 @@ class Machine:
         return seen
 
 
+def in_other_thread(function: Callable[[], int]) -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Machine]:
     made = Machine(getattr(request, "param", 2))
@@ -63,7 +70,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(os, "sched_setaffinity", made.set, raising=False)
     monkeypatch.setattr(time, "monotonic", lambda: made.now)
     monkeypatch.setattr(processors, "processor_of", lambda thread: made.where)
+    every = _core.num_threads()
+    tierstore.set_num_threads(8)
     yield made
+    _core.limit_threads(0)
+    tierstore.set_num_threads(every)
     monkeypatch.undo()
 
 
@@ -90,6 +101,33 @@ def test_a_training_thread_that_waits_leaves_its_processor_to_the_threads_that_i
     assert max(lengths) == LONGEST
     machine.train(LONGEST)
     assert machine.train(10) == 640 * [{1}]
+
+
+@pytest.mark.parametrize(
+    ("machine", "computing", "left"),
+    [(2, 1, 1), (2, 2, 1), (3, 1, 2), (FEW, 1, 3), (FEW, 9, 1)],
+    indirect=["machine"],
+)
+def test_plans_use_as_many_threads_as_computing_leaves_processors(
+    machine: Machine, computing: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all threads for a while when the training thread has waited for plans; other threads do always."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
+    everywhere = machine.get(TRAINING)
+    machine.train(1)
+    assert _core.num_threads() == left
+    assert in_other_thread(_core.num_threads) == 8
+    seen = set()
+    for _ in range(640):
+        machine.train(1 / 64, stall=0.2)
+        seen.add((machine.get(AHEAD) == everywhere, _core.num_threads()))
+    assert seen == {(True, 8), (False, left)}
+
+
+@pytest.mark.parametrize("machine", [1, FEW + 1], indirect=True)
+def test_plans_use_all_threads_where_processors_are_many(machine: Machine) -> None:
+    machine.train(2)
+    assert _core.num_threads() == 8
 
 
 def test_short_waits_change_nothing(machine: Machine) -> None:

@@ -61,9 +61,10 @@ class Apart:
     """Keeps threads that work ahead off the processor that the training thread runs on.
 
     The system shares processors fairly, so threads that have time take some from a training thread that has
-    none, and its caches. Where the training thread waits for them after all, they have all processors for a
-    while. ``training``: the training thread; ``stalled`` returns the seconds that it has waited so far. Only
-    on Linux, and where processors are few.
+    none, and its caches. Kernels of the thread that plans would take more, by the pool's threads: they use as
+    many threads as torch leaves processors. Where the training thread waits for plans after all, these have
+    all processors and threads for a while. ``training``: the training thread; ``stalled`` returns the seconds
+    that it has waited so far. Only on Linux, and where processors are few.
     """
 
     def __init__(self, training: int, stalled: Callable[[], float]) -> None:
@@ -73,7 +74,8 @@ class Apart:
         self._since = self._until = self._stalled_before = 0.0
 
     def look(self, threads: Sequence[int]) -> None:
-        """Let ``threads`` run where the training thread does not run. To be called once per plan."""
+        """Let ``threads`` run where the training thread does not run. To be called once per plan, by the one
+        that plans."""
         now = time.monotonic()
         if sys.platform != "linux" or now < self._until:
             return
@@ -81,7 +83,10 @@ class Apart:
         self._since, self._until, self._stalled_before = now, now + seconds, self._stalled()
         try:
             processors = allowed = os.sched_getaffinity(self._training)
-            if not 1 < len(allowed) <= _FEW:
+            are_few = 1 < len(allowed) <= _FEW
+            left = max(1, len(allowed) - torch.get_num_threads())
+            _core.limit_threads(left if are_few and self._is_apart else 0)
+            if not are_few:
                 return
             if self._is_apart:
                 processors = allowed - {processor_of(self._training)}

@@ -141,6 +141,36 @@ void CheckNoWakeUpIsLost(int callers, int pieces, int rounds) {
   for (int i = 0; i < rounds; ++i) Meet(NumThreads() - i % 2);
 }
 
+// A thread's limit is for its own loops: a loop of two threads uses two, while another thread's uses all.
+void CheckLimits(int rounds) {
+  SetNumThreads(8);
+  LimitThreads(2);
+  CHECK(NumThreads() == 2);
+  std::thread other([=] {
+    CHECK(NumThreads() == 8);
+    for (int i = 0; i < rounds; ++i) Meet(8);
+  });
+  for (int i = 0; i < rounds; ++i) {
+    std::atomic<int> running{0};
+    ParallelFor(0, 16, 1, [&](std::int64_t, std::int64_t) {
+      CHECK(++running <= 2);
+      std::this_thread::sleep_for(microseconds(10));
+      --running;
+    });
+  }
+  other.join();
+  LimitThreads(16);
+  CHECK(NumThreads() == 8);
+  LimitThreads(1);
+  std::atomic<int> elsewhere{0};
+  ParallelFor(0, 16, 1, [&, own = std::this_thread::get_id()](std::int64_t, std::int64_t) {
+    elsewhere += std::this_thread::get_id() != own;
+  });
+  CHECK(elsewhere == 0);
+  LimitThreads(0);
+  CHECK(NumThreads() == 8);
+}
+
 // The threads that spin, sleep or work in the parent are not there in the child.
 void CheckForkedChild() {
 #if !defined(__SANITIZE_THREAD__)  // it refuses threads in forked children
@@ -169,6 +199,7 @@ int main(int argc, char** argv) {
     for (const int callers : {1, 2, 3, 5}) {
       for (const int pieces : {2, 3, 6}) CheckNoWakeUpIsLost(callers, pieces, rounds);
     }
+    CheckLimits(rounds);
     CheckForkedChild();
   }
   std::puts("ok");
