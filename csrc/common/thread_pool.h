@@ -21,13 +21,13 @@ namespace tierstore {
 void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain,
                  const std::function<void(std::int64_t, std::int64_t)>& fn);
 
-// Returns the number of threads that one loop of the calling thread may use, that thread included. The default
-// is the number of CPUs that this process may run on, at most 16.
+// Returns the number of threads that one loop of the calling thread may use, that thread included. The
+// default is the number of CPUs that this process may run on, at most 16.
 int NumThreads();
 // Sets the number for loops that start afterwards. Throws std::invalid_argument unless 1 <= n <= 1024.
 void SetNumThreads(int n);
-// Lets the calling thread's loops use at most n threads, whatever SetNumThreads says; 0 ends the limit. Throws
-// std::invalid_argument for n < 0.
+// Lets the calling thread's loops use at most n threads, whatever SetNumThreads says; 0 ends the limit.
+// Throws std::invalid_argument for n < 0.
 void LimitThreads(int n);
 
 // Starts the threads that loops may use now, so that they have the caller's niceness.

@@ -16,12 +16,13 @@ constexpr std::size_t kAhead = 16;
 
 }  // namespace
 
-// Fetches what the index has of keys that follow the present run. The index of a table fetches further keys of
-// its run by itself; but rows that leave memory together, or that lie side by side in files, are of all tables
-// in turn, so that most runs have one key.
+// Fetches what the index has of keys that follow the present run. The index of a table fetches further keys
+// of its run by itself; but rows that leave memory together, or that lie side by side in files, are of all
+// tables in turn, so that most runs have one key.
 class RowIndex::Ahead {
  public:
-  Ahead(const RowIndex& index, const std::uint64_t* keys, std::size_t n) : index_(index), keys_(keys), n_(n) {}
+  Ahead(const RowIndex& index, const std::uint64_t* keys, std::size_t n)
+      : index_(index), keys_(keys), n_(n) {}
 
   void Fetch(std::size_t run_end) {
     const std::size_t end = std::min(n_, run_end + kAhead);
