@@ -167,6 +167,24 @@ def test_outputs_rows_and_counters_are_those_of_lookups_step_by_step(name: str) 
     assert stats["compute_seconds"] > 0
 
 
+@pytest.mark.parametrize("count", [511, 512, 513])
+@pytest.mark.parametrize("build", [bag, embedding])
+def test_rows_and_updates_where_calls_begin_to_give_the_lock_away(
+    build: Callable[..., Any], count: int
+) -> None:
+    """The bound is kManyPositions of csrc/bindings/unlocked.h."""
+    module, every = build(optimizer=optim.SGD(lr=0.5)), torch.arange(ROWS)
+    module(every) if build is embedding else module(every.view(-1, 1))  # the rows are here
+    for seed in range(2):
+        before, asked = module.rows(every), ids(count, seed)
+        out = module(asked) if build is embedding else module(asked.view(-1, 1))
+        assert made_at_once(out)
+        assert torch.equal(out, before[asked])
+        out.backward(torch.ones_like(out))
+        uses = torch.bincount(asked, minlength=ROWS)
+        assert torch.equal(module.rows(every), before - 0.5 * uses[:, None])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_reads_and_their_counters_are_those_of_lookups_step_by_step(name: str) -> None:
     build, arguments = CASES[name]
