@@ -104,7 +104,18 @@ void BindHeldRows(py::module_& m) {
             held.Discard(keys.data(), keys.size());
           },
           py::arg("keys"))
-      .def("discard_found", &HeldRows::DiscardFound, Unlocked(), "Discard the keys of the last find.")
+      .def(
+          "take",
+          [](HeldRows& held, const Array<std::uint64_t>& keys) {
+            Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
+            std::int32_t* out = slots.mutable_data();
+            py::gil_scoped_release unlocked;
+            held.Take(keys.data(), keys.size(), out);
+            return slots;
+          },
+          py::arg("keys"),
+          "Return what find() does, and discard the keys; the rows stay at these slots until release().")
+      .def("release", &HeldRows::Release, Unlocked(), "Let go of the rows of the last take().")
       .def_property_readonly(
           "rows",
           [](py::object self) {

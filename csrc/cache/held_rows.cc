@@ -25,7 +25,7 @@ HeldRows::HeldRows(std::int64_t capacity, std::int64_t row_bytes)
   states_.Commit(static_cast<std::size_t>(capacity));
 }
 
-std::int32_t HeldRows::Take() {
+std::int32_t HeldRows::TakeSlot() {
   if (free_.empty()) return static_cast<std::int32_t>(fresh_++);
   const std::int32_t slot = free_.back();
   free_.pop_back();
@@ -39,19 +39,36 @@ void HeldRows::GiveBack(std::int32_t slot) {
 
 void HeldRows::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
   index_.Find(keys, n, slots);
-  found_.clear();
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (slots[i] >= 0 && StateOf(slots[i]) != State::kHere) slots[i] = -1;
+  }
+}
+
+void HeldRows::Take(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
+  Release();
+  taken_.reserve(static_cast<std::size_t>(n));
+  index_.Take(keys, n, slots);
   for (std::int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    found_.push_back({keys[i], slots[i]});
-    if (StateOf(slots[i]) != State::kHere) slots[i] = -1;
+    if (StateOf(slots[i]) == State::kHere) {
+      taken_.push_back(slots[i]);
+    } else {
+      StateOf(slots[i]) = State::kForgotten;
+      slots[i] = -1;
+    }
   }
+}
+
+void HeldRows::Release() {
+  for (const std::int32_t slot : taken_) GiveBack(slot);
+  taken_.clear();
 }
 
 void HeldRows::Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
   Discard(keys, n);
   if (n > room()) throw std::length_error("no room for so many rows");
   for (std::int64_t i = 0; i < n; ++i) {
-    slots[i] = Take();
+    slots[i] = TakeSlot();
     keys_[static_cast<std::size_t>(slots[i])] = keys[i];
     StateOf(slots[i]) = State::kHere;
   }
@@ -69,7 +86,7 @@ std::int64_t HeldRows::Begin(std::uint64_t* keys, std::int64_t n, std::int32_t* 
     for (std::int64_t i = 0; i < count; ++i) {
       const std::uint64_t key = keys[begin + i];
       if (there[i] >= 0 || std::find(keys + first, keys + begun, key) != keys + begun) continue;
-      slots[begun] = Take();
+      slots[begun] = TakeSlot();
       keys_[static_cast<std::size_t>(slots[begun])] = keys[begun] = key;
       StateOf(slots[begun]) = State::kOnItsWay;
       ++begun;
@@ -93,26 +110,9 @@ void HeldRows::Finish(const std::int32_t* slots, const bool* found, std::int64_t
 
 void HeldRows::Discard(const std::uint64_t* keys, std::int64_t n) {
   std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
-  index_.Find(keys, n, slots.data());
-  std::erase(slots, -1);
-  Forget(slots);
-}
-
-void HeldRows::DiscardFound() {
-  std::vector<std::int32_t> slots;
-  slots.reserve(found_.size());
-  for (const auto& [key, slot] : found_) {
-    const State state = StateOf(slot);
-    const bool is_there = state == State::kHere || state == State::kOnItsWay;
-    if (is_there && keys_[static_cast<std::size_t>(slot)] == key) slots.push_back(slot);
-  }
-  found_.clear();
-  Forget(slots);
-}
-
-void HeldRows::Forget(const std::vector<std::int32_t>& slots) {
-  index_.Erase(slots.data(), static_cast<std::int64_t>(slots.size()));
+  index_.Take(keys, n, slots.data());
   for (const std::int32_t slot : slots) {
+    if (slot < 0) continue;
     if (StateOf(slot) == State::kHere) {
       GiveBack(slot);
     } else {

@@ -34,11 +34,12 @@ class HeldRows {
   void Finish(const std::int32_t* slots, const bool* found, std::int64_t n);
   // Forgets the rows of `keys` that are here or on their way.
   void Discard(const std::uint64_t* keys, std::int64_t n);
-  // Forgets the rows of the last Find's keys, without looking for them again. No read of these rows may have
-  // begun since then.
-  void DiscardFound();
+  // Does what Find and then Discard do, but the rows that are here keep their slots until Release, or until
+  // the next Take.
+  void Take(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
+  void Release();
 
-  // Returns the number of rows here and on their way.
+  // Returns the number of rows here and on their way, and of those that Take has taken.
   std::int64_t size() const { return capacity_ - room(); }
   // Returns how many rows can be added.
   std::int64_t room() const { return capacity_ - fresh_ + static_cast<std::int64_t>(free_.size()); }
@@ -49,14 +50,8 @@ class HeldRows {
  private:
   enum class State : std::uint8_t { kFree, kHere, kOnItsWay, kForgotten };
 
-  struct Found {
-    std::uint64_t key;
-    std::int32_t slot;
-  };
-
-  std::int32_t Take();
+  std::int32_t TakeSlot();
   void GiveBack(std::int32_t slot);
-  void Forget(const std::vector<std::int32_t>& slots);
   State& StateOf(std::int32_t slot) const { return states_[static_cast<std::size_t>(slot)]; }
 
   std::int64_t capacity_;
@@ -64,10 +59,10 @@ class HeldRows {
   ReservedMemory arena_;  // its pages cost nothing before they are written
   ReservedArray<std::uint64_t> keys_;
   ReservedArray<State> states_;
-  SlotIndex index_;                 // rows here and on their way
-  std::vector<std::int32_t> free_;  // slots given back; used before fresh ones
-  std::int64_t fresh_ = 0;          // slots from here on were never used
-  std::vector<Found> found_;        // by the last Find: rows here and on their way
+  SlotIndex index_;                  // rows here and on their way
+  std::vector<std::int32_t> free_;   // slots given back; used before fresh ones
+  std::int64_t fresh_ = 0;           // slots from here on were never used
+  std::vector<std::int32_t> taken_;  // since the last Release
 };
 
 }  // namespace tierstore

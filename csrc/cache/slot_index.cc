@@ -72,26 +72,52 @@ void SlotIndex::FindEntries(const std::uint64_t* keys, std::int64_t n, std::int3
   std::uint64_t homes[kBlock];
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
     const std::int64_t count = std::min(kBlock, n - begin);
-    for (std::int64_t i = 0; i < count; ++i) {
-      tags[i] = Tag(keys[begin + i]);
-      homes[i] = Home(tags[i]);
-      __builtin_prefetch(&entries_[homes[i]]);
-    }
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::uint64_t entry = entries_[homes[i]];
-      if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&Key(EntrySlot(entry)));
-    }
+    FetchEntries(keys + begin, count, tags, homes);
     for (std::int64_t i = 0; i < count; ++i) slots[begin + i] = Probe(tags[i], homes[i], keys[begin + i]);
   }
 }
 
-std::int32_t SlotIndex::Probe(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const {
-  for (std::uint64_t at = home; entries_[at] != kEmpty; at = Next(at)) {
-    const std::uint64_t entry = entries_[at];
-    if (EntryTag(entry) == tag && Key(EntrySlot(entry)) == key)
-      return static_cast<std::int32_t>(EntrySlot(entry));
+void SlotIndex::FetchEntries(const std::uint64_t* keys, std::int64_t n, std::uint32_t* tags,
+                             std::uint64_t* homes) const {
+  for (std::int64_t i = 0; i < n; ++i) {
+    tags[i] = Tag(keys[i]);
+    homes[i] = Home(tags[i]);
+    __builtin_prefetch(&entries_[homes[i]]);
   }
-  return -1;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::uint64_t entry = entries_[homes[i]];
+    if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&Key(EntrySlot(entry)));
+  }
+}
+
+// Returns where the entry of a key is, or would be: the entry there is empty then.
+std::uint64_t SlotIndex::PlaceOfKey(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const {
+  std::uint64_t at = home;
+  while (entries_[at] != kEmpty && (EntryTag(entries_[at]) != tag || Key(EntrySlot(entries_[at])) != key))
+    at = Next(at);
+  return at;
+}
+
+std::int32_t SlotIndex::Probe(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const {
+  const std::uint64_t entry = entries_[PlaceOfKey(tag, home, key)];
+  return entry == kEmpty ? -1 : static_cast<std::int32_t>(EntrySlot(entry));
+}
+
+void SlotIndex::Take(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
+  std::uint32_t tags[kBlock];
+  std::uint64_t homes[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    FetchEntries(keys + begin, count, tags, homes);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint64_t at = PlaceOfKey(tags[i], homes[i], keys[begin + i]);
+      slots[begin + i] = -1;
+      if (entries_[at] == kEmpty) continue;
+      slots[begin + i] = static_cast<std::int32_t>(EntrySlot(entries_[at]));
+      --size_;
+      EraseAt(at);
+    }
+  }
 }
 
 void SlotIndex::FindEach(const SlotIndex* const* indices, const std::uint64_t* keys, std::int64_t n,

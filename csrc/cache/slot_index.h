@@ -58,6 +58,8 @@ class SlotIndex {
   // Sets slots[i] to the slot of keys[i] in *indices[i], or to -1.
   static void FindEach(const SlotIndex* const* indices, const std::uint64_t* keys, std::int64_t n,
                        std::int32_t* slots);
+  // Sets slots[i] as Find does, and erases what it finds. No row of the keys' tables stays.
+  void Take(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
   // The slot must have its key already, which must be absent from the index.
   void Insert(std::int32_t slot) { Insert(&slot, 1); }
   void Insert(const std::int32_t* slots, std::int64_t n);
@@ -94,7 +96,11 @@ class SlotIndex {
   }
   std::int64_t RunLength(const std::uint64_t* keys, std::int64_t n) const;
   void FindEntries(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  std::uint64_t PlaceOfKey(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const;
   std::int32_t Probe(std::uint32_t tag, std::uint64_t home, std::uint64_t key) const;
+  // Begins to fetch the entries of a block of keys, and the keys that these name.
+  void FetchEntries(const std::uint64_t* keys, std::int64_t n, std::uint32_t* tags,
+                    std::uint64_t* homes) const;
   void FindDirectly(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
   static bool IsDense(const Table& table);
   void KeepDirectly(Table* table);

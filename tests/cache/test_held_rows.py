@@ -30,9 +30,11 @@ class HeldRowsMachine(RuleBasedStateMachine):
         self.coming: dict[int, int] = {}
         self.reads: list[list[int]] = []
         self.content: dict[int, int] = {}  # first byte of each row that is here
+        self.out: dict[int, int] = {}  # the slots of rows that were taken, by key
 
     def taken(self) -> set[int]:
-        return set(self.here.values()) | {slot for read in self.reads for slot in read}
+        reads = {slot for read in self.reads for slot in read}
+        return set(self.here.values()) | reads | set(self.out.values())
 
     def forget(self, keys: Any) -> None:
         for key in keys:
@@ -88,16 +90,26 @@ class HeldRowsMachine(RuleBasedStateMachine):
         self.held.discard(keys_of(keys))
         self.forget(keys)
 
-    @rule(keys=KEY_SETS, gone=KEY_SETS, added=KEY_SETS)
-    def discard_found(self, keys: set[int], gone: set[int], added: set[int]) -> None:
-        """Rows of other keys may come, and rows of any may go, between the find and the discard."""
-        added -= keys
-        self.held.find(keys_of(keys))
+    @rule(keys=KEY_SETS, gone=KEY_SETS, added=KEY_SETS, leaves=st.booleans())
+    def take(self, keys: set[int], gone: set[int], added: set[int], leaves: bool) -> None:
+        """Rows of any keys may come and go, and be read, until what was taken is let go: its slots are
+        nobody else's. If it is not let go, the next take does that."""
+        slots = self.held.take(keys_of(keys)).tolist()
+        assert slots == [self.here.get(key, -1) for key in keys]
+        self.out = {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
+        content = {key: self.content[key] for key in self.out}
+        self.forget(keys)
+        self.is_the_dictionary()
         self.discard(gone)
         self.add(added, 9)
-        self.held.discard_found()
-        self.forget(keys)
-        self.held.discard_found()  # changes nothing
+        self.begin(sorted(gone))
+        for key, slot in self.out.items():
+            assert (self.held.rows[slot] == content[key]).all()
+        if leaves:
+            assert (self.held.take(keys_of([])) == []).all()
+        else:
+            self.held.release()
+        self.out = {}
 
     @invariant()
     def is_the_dictionary(self) -> None:

@@ -96,7 +96,7 @@ class ReadAhead:
         self._rounds = 0.0  # of the sweep, when a thread last looked
         self._waits = False  # whether a plan waits for rows
         self._rows: _core.HeldRows | None = None
-        self._asked: Keys | None = None  # keys that were looked for last
+        self._taken: Keys | None = None  # keys that were looked for last, to be taken
         # Parts of this sweep that are being read, by thread, in the order of the round.
         self._reading: dict[threading.Thread, _Part] = {}
         self._horizon = Horizon()
@@ -226,7 +226,7 @@ class ReadAhead:
         self._sweep = _core.Sweep()
         self._reading.clear()
         self._entries, self._rounds = 0, 0.0
-        self._rows = self._asked = None
+        self._rows = self._taken = None
         self.grant_window(0)
         self._horizon.forget()
         self._changed.notify_all()
@@ -265,17 +265,23 @@ class ReadAhead:
         """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
         row here."""
         rows = self._rows
-        self._asked = None if rows is None or not len(rows) else keys
-        return None if rows is None or self._asked is None else (rows.find(keys), rows.rows)
+        return None if rows is None or not len(rows) else (rows.find(keys), rows.rows)
+
+    def take(self, keys: Keys) -> tuple[Slots, RowBytes] | None:
+        """Return what :meth:`find` does. The rows are not here any more, but their memory is theirs until the
+        next :meth:`lookup_filled` or :meth:`take`."""
+        rows = self._rows
+        self._taken = None if rows is None or not len(rows) else keys
+        return None if rows is None or self._taken is None else (rows.take(keys), rows.rows)
 
     def lookup_filled(self, keys: Keys, stored: int) -> None:
         """Drop the rows of ``keys``, which a lookup lacked: they are in the fast tier now. The store had
         ``stored`` of them."""
-        if self._rows is not None and keys is self._asked:
-            self._rows.discard_found()  # under one hold of the lock no row has come or gone
-        elif self._rows is not None:
-            self._rows.discard(keys)
-        self._asked = None
+        if self._rows is not None:
+            self._rows.release()
+            if keys is not self._taken:  # a tier above had some of them
+                self._rows.discard(keys)
+        self._taken = None
         self._horizon.lookup_filled(stored)
         self._changed.notify_all()
 

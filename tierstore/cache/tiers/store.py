@@ -18,6 +18,7 @@ from tierstore.cache.tiers.protocol import (
     MovingRows,
     Piece,
     RowBytes,
+    Slots,
     TierStats,
 )
 from tierstore.cache.tiers.read_ahead import ReadAhead
@@ -72,12 +73,18 @@ class StoreTier(LastingTier):
             self.ahead.set_bytes(size)
 
     def find(self, keys: Keys) -> FoundRows:
+        return self._find(keys, None if self.ahead is None else self.ahead.find)
+
+    def promote(self, keys: Keys) -> FoundRows:
+        return self._find(keys, None if self.ahead is None else self.ahead.take)
+
+    def _find(self, keys: Keys, held: Callable[[Keys], tuple[Slots, RowBytes] | None] | None) -> FoundRows:
         here = np.zeros(len(keys), bool)
         if not self._holds_rows:
             return FoundRows(here, [])
         pieces: list[Piece] = []
-        if self.ahead is not None and (held := self.ahead.find(keys)) is not None:
-            slots, rows = held
+        if held is not None and (ahead := held(keys)) is not None:
+            slots, rows = ahead
             here = slots >= 0
             positions = np.flatnonzero(here)
             pieces.append((positions, rows, slots[positions]))
