@@ -62,16 +62,17 @@ class Apart:
 
     The system shares processors fairly, so threads that have time take some from a training thread that has
     none, and its caches. Kernels of the thread that plans would take more, by the pool's threads: they use as
-    many threads as torch leaves processors. Where the training thread waits for plans after all, these have
-    all processors and threads for a while. ``training``: the training thread; ``stalled`` returns the seconds
-    that it has waited so far. Only on Linux, and where processors are few.
+    many threads as torch leaves processors. While the training thread waits for plans, as it does when a
+    prefetch begins, these have all processors and threads. ``training``: the training thread; ``stalled``
+    returns the seconds that it has waited so far. Only on Linux, and where processors are few.
     """
 
     def __init__(self, training: int, stalled: Callable[[], float]) -> None:
         self._training, self._stalled = training, stalled
         self._is_apart, self._pause = False, _PERIOD
         self._known: tuple[Sequence[int], set[int]] | None = None
-        self._since = self._until = self._stalled_before = 0.0
+        self._since: float | None = None  # None: nobody has looked yet
+        self._until = self._stalled_before = 0.0
 
     def look(self, threads: Sequence[int]) -> None:
         """Let ``threads`` run where the training thread does not run. To be called once per plan, by the one
@@ -100,15 +101,19 @@ class Apart:
                 os.sched_setaffinity(thread, processors)
 
     def _choose(self, now: float) -> float:
-        """Choose whether the threads are apart, and for how many seconds. Pauses grow."""
-        waited = self._stalled() - self._stalled_before
-        if self._is_apart and waited > _WAITED * (now - self._since):
+        """Choose whether the threads are apart, and for how many seconds. Pauses grow.
+
+        A training thread that waits although the threads have all processors would wait longer if they were
+        apart. So does one whose prefetch has just begun.
+        """
+        waits = self._since is None or self._stalled() - self._stalled_before > _WAITED * (now - self._since)
+        if self._is_apart and waits:
             self._is_apart, pause = False, self._pause
             self._pause = min(2 * pause, _LONGEST_PAUSE)
             return pause
         if self._is_apart:
             self._pause = max(self._pause / 2, _PERIOD)
-        self._is_apart = True
+        self._is_apart = not waits
         return _PERIOD
 
 
