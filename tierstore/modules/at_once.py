@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,14 @@ from tierstore.modules.lookup import (
     sequence_gradients,
 )
 from tierstore.modules.parts import Part, PooledPart, SequencePart, new_on_cpu
-from tierstore.modules.wrappers import ranks
 
 if TYPE_CHECKING:
     from tierstore.modules.base import TieredModule
 
 Native = TypeVar("Native", _core.PooledLookup, _core.RowLookup)
+Begun: TypeAlias = tuple[_core.ResidentForward, Tensor | None, Sequence[int]]
+"""What makes a lookup, what autograd trains in place of the rows (None for a call that only reads them), and
+the tables that are frozen."""
 
 
 class LookupAtOnce(ABC, Generic[Native]):
@@ -125,11 +127,8 @@ class RowsAtOnce(LookupAtOnce[_core.RowLookup]):
         return part, list(range(len(self._keys))), self._native.bags.counts(self._keys)
 
 
-def begun_at_once(
-    module: TieredModule, group: TierGroup
-) -> tuple[_core.ResidentForward, Tensor | None] | None:
-    """Return what makes the lookup of a forward call of ``module`` now, of rows in a tier of ``group``, and
-    what autograd trains in place of the rows: None for a call that only reads them.
+def begun_at_once(module: TieredModule, group: TierGroup) -> Begun | None:
+    """Return what the lookup of a forward call of ``module`` now takes, of rows in a tier of ``group``.
 
     None where a lookup takes more than one native call: where rows leave the tier, or are elsewhere than in
     this machine's memory, where the forward call is transformed, where lookups are made ahead, and where a
@@ -137,25 +136,23 @@ def begun_at_once(
     resident = group.resident
     if resident is None or (forward := resident.forward) is None or group.stats.before:
         return None
-    if _are_functorch_transforms_active() or module.is_watched or (count := ranks()) > 1:
+    if _are_functorch_transforms_active() or (trained := module.trained_at_once()) is None:
         return None
-    anchor = module.anchor_at_once(count)
     group.check_open()
-    trained, read = forward
-    return (read if anchor is None else trained), anchor
+    anchor, frozen = trained
+    return forward[anchor is None], anchor, frozen
 
 
 def finished(
     module: TieredModule,
-    anchor: Tensor | None,
     lookup: PooledAtOnce | RowsAtOnce,
-    is_found: bool,
-    is_due: bool,
+    begun: Begun,
+    made: tuple[object, bool, bool],
 ) -> Tensor:
-    """Return the output of a lookup that :func:`begun_at_once` has begun.
-
-    ``is_found``: whether its rows were found; ``is_due``: whether it is time to count lookups."""
-    lookup.frozen = () if anchor is None else module.frozen_tables()
+    """Return the output of a lookup that :func:`begun_at_once` has begun. ``made``: what the native call has
+    returned."""
+    _, anchor, lookup.frozen = begun
+    _, is_found, is_due = made
     if is_due:
         lookup.count_soon()
     if is_found:

@@ -27,7 +27,7 @@ from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.parts import Lookup
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.table_rules import TableRules
-from tierstore.modules.tables import leaf_of
+from tierstore.modules.tables import all_trained, leaf_of
 from tierstore.modules.trained_tables import TrainedTables
 from tierstore.modules.wrappers import active_ddp, ranks, refuse_replicas
 from tierstore.optim.fused import FusedOptimizer
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger("tierstore")
+
+_READS: tuple[None, tuple[int, ...]] = None, ()
+"""What a forward call trains that only reads."""
 
 
 class TieredModule(TrainedTables, nn.Module):
@@ -227,19 +230,22 @@ class TieredModule(TrainedTables, nn.Module):
             return self.anchor if leaf is None else leaf
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether somebody makes lookups ahead, or sees forward calls."""
-        return bool(self._ahead) or self.observer is not None
+    def trained_at_once(self) -> tuple[Tensor | None, Sequence[int]] | None:
+        """Return :meth:`gradient_anchor`, outside of a compiler, or None if this forward call trains no rows;
+        and the tables that are frozen.
 
-    def anchor_at_once(self, count: int) -> Tensor | None:
-        """Return :meth:`gradient_anchor`, outside of a compiler, if this forward call trains rows; else None.
-        ``count``: :func:`ranks`."""
-        if not self.training or not torch.is_grad_enabled():
+        None where somebody makes lookups ahead, or sees forward calls, and where a process of several has to
+        be checked."""
+        own = self.__dict__  # nn.Module has a __getattr__, so its attributes take several times as long
+        if own["_ahead"] or own["observer"] is not None or (count := ranks()) > 1:
             return None
-        if self._shown and (not count or active_ddp() is None):
-            return leaf_of(self._shown, self.anchor)
-        return None if self.frozen else self.gradient_anchor()
+        if not own["training"] or not torch.is_grad_enabled():
+            return _READS
+        if (shown := own["_shown"]) and (not count or active_ddp() is None):
+            anchor = leaf_of(shown, own["anchor"])
+            frozen = () if anchor is None or all_trained(shown) else self.frozen_tables()
+            return anchor, frozen
+        return _READS if self.frozen else (self.gradient_anchor(), self.frozen_tables())
 
     def anchors(self) -> list[Tensor]:
         """Return the tensors that autograd trains in place of the rows."""

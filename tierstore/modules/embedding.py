@@ -94,6 +94,8 @@ class SingleTable(HasWeight, TieredModule):
     def on_host(self, name: str, given: Tensor) -> Tensor:
         """Return ids or offsets on the host, checked. A prefetcher that learns what is looked up has moved
         the batch as a whole, and will leave the ids of later ones on the host."""
+        if isinstance(given, Tensor) and given.is_cpu:  # no need to ask for the device
+            return checked_ids(name, given)
         return checked_ids(name, given, self.engine.device_name, warns=self.observer is None)
 
     def _clear_padding_row(self) -> None:
@@ -234,19 +236,19 @@ class TieredEmbedding(SingleTable):
 
     def _rows_at_once(self, input: Tensor) -> Tensor | None:
         """Return the rows of the ids if one native call can find and copy them; None also for wrong ids."""
-        group = self.engine.group_of(self.table_numbers[0])
+        own = self.__dict__  # which takes less time than attributes of an nn.Module one by one
+        group = own["engine"].group_of(own["table_numbers"][0])
         if (begun := begun_at_once(self, group)) is None:
             return None
         ids = self.ids_of(input)
         given = described(ids)
-        if (out := new_output(given[1], self.embedding_dim)) is None:
+        if (out := new_output(given[1], own["embedding_dim"])) is None:
             return None
-        forward, anchor = begun
-        made = forward.copy_each(self._features.native, given, out.data_ptr())
+        made = begun[0].copy_each(own["_features"].native, given, out.data_ptr())
         if made is None:
             return None
         lookup = RowsAtOnce(group, made[0], out, _ONLY_KEY)
-        return finished(self, anchor, lookup, made[1], made[2])
+        return finished(self, lookup, begun, made)
 
     def _shaped(self, rows: Tensor, input: Tensor) -> Tensor:
         if input.dim() != 1:

@@ -201,11 +201,12 @@ class TieredEmbeddingBag(SingleTable):
     def _pooled_at_once(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Return the pooled bags if one native call can find and pool the rows; None also for ids or offsets
         that are wrong."""
-        group, own = self.engine.group_of(self.table_numbers[0]), self._features
-        begun = None if own.takes_max else begun_at_once(self, group)
+        own = self.__dict__  # which takes less time than attributes of an nn.Module one by one
+        group, features = own["engine"].group_of(own["table_numbers"][0]), own["_features"]
+        begun = None if features.takes_max else begun_at_once(self, group)
         if begun is None:
             return None
-        forward, anchor = begun
+        forward = begun[0]
         ids = self.ids_of(input)
         if offsets is None:
             if ids.dim() != 2:
@@ -214,19 +215,20 @@ class TieredEmbeddingBag(SingleTable):
             call: Callable[..., Any] = forward.pool_equal
             rest: tuple[Any, ...] = (bags, ids.size(1))
         else:
-            offsets = self.on_host(self._offsets_name, offsets)
-            bags, call = offsets.numel() - int(self.include_last_offset), forward.pool_offsets
-            rest = (described(offsets), self.include_last_offset)
+            offsets = self.on_host(own["_offsets_name"], offsets)
+            has_end = own["include_last_offset"]
+            bags, call = offsets.numel() - int(has_end), forward.pool_offsets
+            rest = (described(offsets), has_end)
             if ids.dim() != 1 or offsets.dim() != 1 or bags < 0:
                 return None
-        if (out := new_output(bags, self.embedding_dim)) is None:
+        if (out := new_output(bags, own["embedding_dim"])) is None:
             return None
         given = described(ids)
-        made = call(own.native, given, self._output, out.data_ptr(), *rest)
+        made = call(features.native, given, own["_output"], out.data_ptr(), *rest)
         if made is None:
             return None
         lookup = PooledAtOnce(group, made[0], out, bags, _ONLY_FEATURE, [(0, given[1])])
-        return finished(self, anchor, lookup, made[1], made[2])
+        return finished(self, lookup, begun, made)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

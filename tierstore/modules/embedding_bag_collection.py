@@ -83,5 +83,6 @@ class EmbeddingBagCollection(Collection):
         Args:
             features: a KeyedJaggedTensor, ours or torchrec's, with all features; other keys are ignored.
         """
-        values = self.lookups.pooled(self, features)
-        return KeyedTensor.of_parts(list(self.features.outputs), list(self.features.dims), values)
+        lookups = self.lookups  # whose attributes are found sooner than those of a module
+        values, own = lookups.pooled(self, features), lookups.features
+        return KeyedTensor.of_parts(list(own.outputs), list(own.dims), values)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tierstore.modules.at_once import (
+    Begun,
     PooledAtOnce,
     RowsAtOnce,
     begun_at_once,
@@ -19,13 +20,12 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.jagged_rows import rows_by_feature
-from tierstore.modules.keyed_parts import KeyedParts, bags_of, described, integers, plainly
+from tierstore.modules.keyed_parts import Integers, KeyedParts, bags_of, described, integers, plainly
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor, uniform
 
-_Begun: TypeAlias = tuple[Any, Any, Tensor | None, tuple[Any, ...], tuple[Any, ...], object]
-"""A part, what makes its lookup, what autograd trains if anything, features and ids and bags as the call
-takes them, and what has their memory."""
+_Begun: TypeAlias = tuple[Any, Begun, Integers, tuple[Any, ...], object]
+"""A part, what its lookup takes, ids and bags as the call takes them, and what has their memory."""
 
 
 class _Local:
@@ -33,7 +33,7 @@ class _Local:
 
     def __init__(self, features: Features, opened: OpenTables) -> None:
         self._engine = opened.engine
-        self._features = features
+        self.features = features
         self._tables = [opened.numbers[feature.table] for feature in features.all]
         self._parts: KeyedParts | None = None
 
@@ -41,7 +41,7 @@ class _Local:
         """Return the parts of the batch's lookup: the last batch's parts, if they are the same."""
         parts = self._parts
         if parts is None or not parts.fit(keyed, self._engine):
-            parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)
+            parts = self._parts = KeyedParts(self.features, self._engine, self._tables, keyed)
         return parts
 
     def _begun(self, module: TieredModule, keyed: KeyedJaggedTensor) -> _Begun | None:
@@ -55,24 +55,24 @@ class _Local:
             return None
         if (begun := begun_at_once(module, part.group)) is None:
             return None
-        ids = None if self._features.bounds_ids or values.dim() != 1 else plainly(values)
+        ids = None if self.features.bounds_ids or values.dim() != 1 else plainly(values)
         if ids is None:
-            values = self._features.values_of(keyed)
+            values = self.features.values_of(keyed)
             ids = described(values)
         counts, kept = integers(lengths)
         first, also = (None, None) if offsets is None else integers(offsets)
-        bags = counts, len(keys), counts[1] // len(keys), first
-        return part, *begun, (part.features.native, ids), bags, (values, kept, also)
+        number = len(keys)
+        return part, begun, ids, (counts, number, counts[1] // number, first), (values, kept, also)
 
 
 class LocalPooling(_Local):
     """Pools bags of the rows of one engine."""
 
-    _features: PooledFeatures
+    features: PooledFeatures
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed, own = as_keyed_jagged_tensor(features), self._features
+        keyed, own = as_keyed_jagged_tensor(features), self.features
         if not keyed.values().is_cpu:
             keyed = keyed_on_host(keyed, self._engine.device_name)
         ids, bags = own.values_of(keyed), bags_of(keyed)
@@ -89,7 +89,7 @@ class LocalPooling(_Local):
 
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
-        keyed, own = as_keyed_jagged_tensor(features), self._features
+        keyed, own = as_keyed_jagged_tensor(features), self.features
         if (pooled := self._pooled_at_once(module, keyed)) is not None:
             return pooled
         if self._engine.on_meta and keyed.values().is_meta:
@@ -106,19 +106,19 @@ class LocalPooling(_Local):
     def _pooled_at_once(self, module: TieredModule, keyed: KeyedJaggedTensor) -> Tensor | None:
         """Return the pooled rows of a batch if one native call can find and pool them; None also for a batch
         with a fault, and for the first one with other keys."""
-        own = self._features
+        own = self.features
         if own.is_weighted or own.takes_max or (begun := self._begun(module, keyed)) is None:
             return None
-        part, forward, anchor, given, bags, _kept = begun
+        part, at_once, ids, bags, _kept = begun
         out = new_output(bags[2], own.width)
         if out is None:
             return None
         places = part.output(own.side_by_side)
-        made = forward.pool_lengths(*given, places, out.data_ptr(), *bags)
+        made = at_once[0].pool_lengths(part.features.native, ids, places, out.data_ptr(), *bags)
         if made is None:
             return None
         lookup = PooledAtOnce(part.group, made[0], out, bags[2], part.members, [])
-        return finished(module, anchor, lookup, made[1], made[2])
+        return finished(module, lookup, at_once, made)
 
 
 def _described(features: PooledFeatures, keyed: KeyedJaggedTensor) -> Tensor:
@@ -138,7 +138,7 @@ class LocalRows(_Local):
         keyed = as_keyed_jagged_tensor(features)
         if not keyed.values().is_cpu:
             keyed = keyed_on_host(keyed, self._engine.device_name)
-        ids, bags = self._features.values_of(keyed), bags_of(keyed)
+        ids, bags = self.features.values_of(keyed), bags_of(keyed)
         parts = self._parts_of(keyed)
         return FeatureLookup(parts.rows(bags, ids), (), parts.members, bags.counts(parts.keys))
 
@@ -148,7 +148,7 @@ class LocalRows(_Local):
         if (at_once := self._rows_at_once(module, keyed)) is not None:
             return at_once
         if self._engine.on_meta and keyed.values().is_meta:
-            counts, own = keyed.length_per_key(), self._features
+            counts, own = keyed.length_per_key(), self.features
             pairs = zip(own.keys_of(keyed), own.dims, strict=True)
             described = [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
             return lambda: described
@@ -164,14 +164,15 @@ class LocalRows(_Local):
         a fault, and for the first one with other keys."""
         if (begun := self._begun(module, keyed)) is None:
             return None
-        part, forward, anchor, given, bags, _kept = begun
+        part, at_once, ids, bags, _kept = begun
         parts = self._parts
         if parts is None or not parts.cover_keys:
             return None
-        out = new_output(given[1][1], part.group.layout.dim)
-        made = None if out is None else forward.copy_lengths(*given, out.data_ptr(), *bags)
-        if out is None or made is None:
+        if (out := new_output(ids[1], part.group.layout.dim)) is None:
+            return None
+        made = at_once[0].copy_lengths(part.features.native, ids, out.data_ptr(), *bags)
+        if made is None:
             return None
         lookup = RowsAtOnce(part.group, made[0], out, parts.keys)
-        rows = finished(module, anchor, lookup, made[1], made[2])
+        rows = finished(module, lookup, at_once, made)
         return lambda: rows_by_feature(lookup.whole(), [rows])
