@@ -22,12 +22,11 @@ from tierstore import TierConfig
 from tierstore.pipeline import made
 from tierstore.pipeline.processors import give_way
 
-CODE = """
+SECONDS = """
 import os, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 import threading, time
 import torch
-from tierstore.pipeline.processors import share_processors
 
 def seconds() -> float:
     # CPU seconds of 100 short operations with pauses, in which nothing is to be done.
@@ -36,6 +35,9 @@ def seconds() -> float:
         ones.add_(1)
         time.sleep(0.004)
     return time.process_time() - begun
+"""
+CODE = """
+from tierstore.pipeline.processors import share_processors
 
 torch.set_num_threads(2)
 ones, end = torch.ones(1 << 17), threading.Event()
@@ -54,18 +56,47 @@ end.set()
 thread.join()
 print(alone, beside, seconds())
 """
+RAISED = """
+import tierstore
+from tests.bags import SGD, build, random_batches
+
+torch.set_num_threads(1)
+ones = torch.ones(1 << 17)
+with build(tierstore.TierConfig(hbm="all"), SGD, (8,)) as module:
+    batches = random_batches(1, 8, 1, 40, 2)
+    loop = iter(tierstore.prefetch(batches, module, inputs={"": lambda batch: (batch,)}, window=1))
+    module(next(loop)).sum().backward()
+    torch.set_num_threads(2)
+    seconds()
+    alone = seconds()
+    module(next(loop)).sum().backward()
+    time.sleep(0.1)
+    beside = seconds()
+    for batch in loop:
+        module(batch).sum().backward()
+    print(alone, beside, seconds())
+"""
 
 
-def measured() -> list[float]:
+def measured(code: str) -> list[float]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
-    done = subprocess.run([sys.executable, "-c", CODE], env=own, capture_output=True, text=True, check=True)
+    command, root = [sys.executable, "-c", SECONDS + code], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=own, capture_output=True, text=True, check=True)
     return [float(value) for value in done.stdout.split()]
 
 
 def test_waiting_threads_sleep_while_a_prefetch_works():
     """Without a prefetch one of two threads spins through the pauses, a millisecond and more of each."""
-    alone, beside, again = measured()
+    alone, beside, again = measured(CODE)
     assert alone > 0.1, "libgomp does not spin any more; share_processors() can go"
+    assert beside < 0.4 * alone
+    assert again > 2 * beside
+
+
+def test_waiting_threads_sleep_also_when_torch_gets_more_threads_during_a_prefetch() -> None:
+    """They do from the next batch that is pulled until the prefetch ends."""
+    alone, beside, again = measured(RAISED)
+    assert alone > 0.1
     assert beside < 0.4 * alone
     assert again > 2 * beside
 

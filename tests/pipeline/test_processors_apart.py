@@ -31,6 +31,7 @@ class Machine:
         self.now, self.stalled, self.where = 0.0, 0.0, 0
         self.allowed = {TRAINING: set(range(processors))}
         self.calls = 0
+        self.computing = torch.get_num_threads()
         self.gone: set[int] = set()
         self.apart = Apart(TRAINING, lambda: self.stalled)
 
@@ -50,7 +51,7 @@ class Machine:
         where the worker might run in each."""
         seen = []
         for _ in range(int(64 * seconds)):
-            self.apart.look([AHEAD, READING])
+            self.apart.look([AHEAD, READING], self.computing)
             seen.append(self.allowed.get(AHEAD, self.allowed[TRAINING]))
             assert self.allowed.get(READING, self.allowed[TRAINING]) == seen[-1] or READING in self.gone
             self.now += 1 / 64
@@ -120,10 +121,10 @@ def test_a_training_thread_that_always_waits_never_gives_up_a_processor(machine:
     indirect=["machine"],
 )
 def test_plans_use_as_many_threads_as_computing_leaves_processors(
-    machine: Machine, computing: int, left: int, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, computing: int, left: int
 ) -> None:
     """And all threads for a while when the training thread has waited for plans; other threads do always."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: computing)
+    machine.computing = computing
     everywhere = machine.get(TRAINING)
     machine.train(1)
     assert _core.num_threads() == left

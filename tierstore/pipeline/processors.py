@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 
 from tierstore import _core
+from tierstore.threads import Gate, Thread
 
 _NICENESS = 5  # added to the niceness of the thread of a prefetch
 _GRAIN = 1 << 15  # elements that torch gives one thread at least
@@ -35,6 +36,44 @@ def share_processors() -> None:
     threads = torch.get_num_threads()
     if threads > 1:
         torch.zeros(2 * threads * _GRAIN, dtype=torch.uint8).add_(1)
+
+
+class Sharing:
+    """Lets waiting threads of OpenMP sleep soon while a prefetch works, also when torch gets more threads.
+
+    A thread keeps the number of torch's threads that it has seen first, unless it sets another, which would
+    be that of all later threads, too. So the team for a larger number belongs to a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0
+        self._end = Gate()
+        self._owners: list[Thread] = []
+
+    def begin(self) -> None:
+        """Let the calling thread own the first team."""
+        self._most = torch.get_num_threads()
+        share_processors()
+
+    def look(self, threads: int) -> None:
+        """Take notice of how many ``threads`` of torch the training thread computes with."""
+        if threads <= self._most:
+            return
+        self._most = threads
+        owner = Thread(target=self._own, name="tierstore-openmp", daemon=True)
+        with suppress(RuntimeError):  # the system refuses threads: those that wait go on spinning
+            owner.start()
+            self._owners.append(owner)
+
+    def _own(self) -> None:
+        share_processors()
+        self._end.wait()
+
+    def end(self) -> None:
+        """End the teams of all threads but the one that has begun."""
+        self._end.open()
+        for owner in self._owners:
+            owner.join()
 
 
 def give_way() -> None:
@@ -74,9 +113,9 @@ class Apart:
         self._since: float | None = None  # None: nobody has looked yet
         self._until = self._stalled_before = 0.0
 
-    def look(self, threads: Sequence[int]) -> None:
-        """Let ``threads`` run where the training thread does not run. To be called once per plan, by the one
-        that plans."""
+    def look(self, threads: Sequence[int], computing: int) -> None:
+        """Let ``threads`` run where the training thread does not run, which computes with so many threads of
+        torch. To be called once per plan, by the one that plans."""
         now = time.monotonic()
         if sys.platform != "linux" or now < self._until:
             return
@@ -85,7 +124,7 @@ class Apart:
         try:
             processors = allowed = os.sched_getaffinity(self._training)
             are_few = 1 < len(allowed) <= _FEW
-            left = max(1, len(allowed) - torch.get_num_threads())
+            left = max(1, len(allowed) - computing)
             _core.limit_threads(left if are_few and self._is_apart else 0)
             if not are_few:
                 return

@@ -13,6 +13,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.modules.ahead import Ahead
@@ -21,7 +23,7 @@ from tierstore.pipeline.learning import Call, tensors_read
 from tierstore.pipeline.made import Made, Maker, Stopped
 from tierstore.pipeline.on_demand import WRONG_BATCH, say_why
 from tierstore.pipeline.planned import Planned, RecentBatches
-from tierstore.pipeline.processors import Apart, give_way, share_processors
+from tierstore.pipeline.processors import Apart, Sharing, give_way
 from tierstore.pipeline.windows import Window
 
 
@@ -49,6 +51,8 @@ class Worker:
         self._recent = RecentBatches()
         self._apart: Apart | None = None  # once it gives way
         self._training = 0  # the system's number of the training thread
+        self._computing = 0  # threads that torch computes with there, which a user may change at any time
+        self._sharing = Sharing()
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._is_started = False  # whether batches may be planned
@@ -62,6 +66,7 @@ class Worker:
         """Let a batch be prepared. ``is_last``: whether no batches come after it."""
         with self._lock:
             self._given += 1
+            self._computing = torch.get_num_threads()  # the worker would see the number of its own first look
             if self.failure is None:
                 if self._maker is not None:
                     self._maker.begin(planned, self.calls)
@@ -138,7 +143,7 @@ class Worker:
     def work(self) -> None:
         """Prepare and plan batches until :meth:`stop`, or until a step fails."""
         try:
-            share_processors()
+            self._sharing.begin()
             while self._do_next():
                 pass
         except BaseException as error:  # the session tells the training thread
@@ -147,6 +152,7 @@ class Worker:
             with suppress(BaseException):  # the session's end forgets the windows again
                 self._break()
         finally:
+            self._sharing.end()
             if self._maker is not None:
                 self._maker.end()
 
@@ -158,6 +164,8 @@ class Worker:
                 return False
             plan = self._can_plan()
             planned = (self._to_plan if plan else self._to_prepare).popleft()
+            computing = self._computing
+        self._sharing.look(computing)
         try:
             if plan:
                 self._window.plan(planned, self._is_full, self._depth)
@@ -271,7 +279,7 @@ class Worker:
             give_way()
             self._apart = Apart(self._training, self._stalled)
         if not any(call.module.collective for call in self.calls):  # else other ranks train beside
-            self._apart.look(threads)
+            self._apart.look(threads, self._computing)
 
     def _stalled(self) -> float:
         """Return the seconds that forward calls have waited for plans."""
