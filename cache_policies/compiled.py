@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
-
 import cache_policies
-from cache_policies.live import LiveCurves
+from cache_policies.live import load
 
 
 def main(names: list[str]) -> None:
     for name in names or cache_policies.names():
         cache_policies.get(name).compile(16)
-    LiveCurves([0]).observe(np.arange(4, dtype=np.uint64), np.arange(5, dtype=np.int32))
+    load()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,24 @@ def starts_of(uses: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(uses)]).astype(np.int32)
 
 
+_is_loaded = False
+
+
+def is_loaded() -> bool:
+    """Return whether :func:`load` has nothing left to do."""
+    return _is_loaded
+
+
+def load() -> None:
+    """Load or compile what :meth:`LiveCurves.observe` runs, which takes a second, once in a process.
+
+    Whoever calls this first should hold no lock that other threads wait for."""
+    global _is_loaded
+    if not _is_loaded:
+        LiveCurves([0]).observe(np.empty(0, np.uint64), np.zeros(1, np.int32))
+        _is_loaded = True
+
+
 def _address(array: np.ndarray) -> int:
     address: int = array.__array_interface__["data"][0]  # array.ctypes takes three times as long
     return address

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tierstore
+from cache_policies.live import load
 from tests.bags import Bags, budget, build, random_batches, train
 from tierstore import TierConfig, TieredEmbeddingBag, _core, optim
 from tierstore.cache.layout import IdSegment
@@ -107,6 +108,7 @@ def test_counters_begin_again_at_a_reset() -> None:
 def test_counting_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is busy does not get the same work again at every lookup."""
     asked: list[Callable[[], None]] = []
+    load()
     monkeypatch.setattr("tierstore.cache.resident_lookups.soon", asked.append)
     with build(IN_MEMORY, ADAGRAD, DIMS) as module:
         train(module, epochs(3)[:15])
@@ -119,6 +121,25 @@ def test_counting_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         train(module, epochs(1)[:1])
         assert len(asked) == 2
         assert module.engine.stats()["lookups"] == 15 + 18 + 16
+
+
+def test_training_goes_on_while_what_counts_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes a second, once in a process, and compiling it many."""
+    may_load, loads = threading.Event(), threading.Event()
+
+    def loading() -> None:
+        loads.set()
+        assert may_load.wait(60)
+
+    monkeypatch.setattr("tierstore.cache.resident_lookups.is_loaded", may_load.is_set)
+    monkeypatch.setattr("tierstore.cache.resident_lookups.load", loading)
+    with build(IN_MEMORY, ADAGRAD, DIMS) as module:
+        train(module, epochs(3)[:16])
+        assert loads.wait(60)
+        train(module, random_batches(6, 4, 2, 40, 3))  # also lookups that add rows
+        module.engine.flush()  # work that the main thread waits for
+        may_load.set()
+        assert module.engine.stats()["lookups"] == 20
 
 
 def test_rows_are_not_found_before_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from cache_policies.live import LiveCurves
+from cache_policies.live import LiveCurves, is_loaded, load
 from tierstore import _core
+from tierstore.cache.at_exit import wait_at_exit
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.memory import MemoryTier
 from tierstore.cache.uninterrupted import soon
+from tierstore.threads import Thread
 
 
 class ResidentLookups:
@@ -66,7 +68,20 @@ class ResidentLookups:
         """Let another thread count the lookups so far."""
         if not self._is_asked:
             self._is_asked = True
+            if is_loaded():
+                soon(self.count)
+            else:  # further work of the main thread would wait for the thread of soon()
+                self._count_beside()
+
+    def _count_beside(self) -> None:
+        """Let a thread of its own load what counts, and count."""
+        thread = Thread(target=soon, args=(self.count,), name="tierstore-curves", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses threads
             soon(self.count)
+        else:
+            wait_at_exit(thread)
 
     def read(self, batch: _core.Batch) -> _core.ResidentRows | None:
         """Return where the rows of ``batch`` are, to read them outside of training.
@@ -95,6 +110,8 @@ class ResidentLookups:
 
     def count(self) -> None:
         """Count the lookups so far."""
+        if self._is_asked:  # lookups wait to be counted
+            load()  # before the lock, which plans wait for
         self._is_asked = False
         with self._lock:
             lookups, table_rows, accesses, read_rows, (plan, announce, compute) = self._native.take()
