@@ -112,8 +112,12 @@ class Updates(Protocol):
 
 
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
-    """Make one optimizer step for the rows of every part, and release the rows."""
-    make_updates([prepared_update(module, parts, gradients)])
+    """Make one optimizer step for the rows of every part, and release the rows. Threads that train one module
+    make their steps one after the other, so that each step has a number of its own, and none is lost."""
+    for part in parts:
+        part.group.check_process()  # in a forked child a thread that is not there may hold the lock
+    with module.fused_optimizer.updating:
+        make_updates([prepared_update(module, parts, gradients)])
 
 
 def prepared_update(module: Updates, parts: Sequence[Part], gradients: Gradients) -> PreparedUpdate:

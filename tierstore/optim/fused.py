@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -69,6 +70,8 @@ class FusedOptimizer(AppliedOptimizer):
         self.groups = [TableGroup(spec, ())] if isinstance(spec, OptimizerSpec) else list(spec)
         self.spec = self.groups[0].spec
         """The optimizer of the first group."""
+        self.updating = threading.RLock()
+        """Held from where an update gets its number until it is counted."""
         self.num_updates = 0
         """Backward passes that updated rows so far; Adam's bias correction counts these."""
         self._known: list[tuple[list[object], dict[str, Any]] | None] = [None] * len(self.groups)
@@ -205,6 +208,10 @@ class FusedOptimizer(AppliedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"spec": self.spec, "groups": self.groups, "num_updates": self.num_updates}
         return {**super().__getstate__(), **own, "_known": [None] * len(self.groups)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.updating = threading.RLock()
 
 
 def _table(parts: Mapping[str, object]) -> str:
