@@ -53,6 +53,24 @@ def lost(path: str, when: str) -> None:
     Path(path, "survivor.json").write_text(json.dumps([took, str(raised.value)]))
 
 
+def one_call_more(path: str) -> None:
+    """Rank 0 alone evaluates, and rank 1 waits for it in a barrier that the tables know nothing of."""
+    env = ShardingEnv.from_process_group(timeout=timedelta(seconds=3))
+    parts = build(env, resumed.CUTS, path)
+    train(parts, range(2))
+    if env.rank == 0:
+        batch = cases.batches(2, 3, longest=1)[2].of([env.rank])
+        said = "Rank 0 waited in the exchange of the sizes of a batch: .* also in eval"
+        with torch.no_grad(), pytest.raises(RankError, match=said):
+            parts(batch)
+    torch.distributed.barrier()
+    parts.close(commit=False)
+
+
+def test_the_error_of_a_call_that_one_rank_makes_alone(tmp_path: Path) -> None:
+    run(2, one_call_more, str(tmp_path))
+
+
 @pytest.mark.parametrize("when", ["forward", "backward", "commit", "hangs"])
 def test_the_others_say_so_and_nothing_is_half_committed(tmp_path: Path, when: str) -> None:
     with pytest.raises(AssertionError, match="rank 1: it died"):

@@ -76,8 +76,10 @@ class Peers:
         return kind, begun[kind]
 
     @contextmanager
-    def reached(self) -> Iterator[None]:
+    def reached(self, kind: str = "") -> Iterator[None]:
         """Raise RankError where torch says with a bare RuntimeError that a rank is gone or too late.
+
+        ``kind``: of the collective, if this rank waits for one.
 
         Every collective is in it, and every later one raises RankError, too. A rank that leaves a collective
         for another reason, as an interrupt, is not at the same point as the other ranks either.
@@ -91,6 +93,12 @@ class Peers:
             raise
         except RuntimeError as error:
             gone = f"another rank of the job has died or does not answer ({error})"
+            if kind:
+                gone += (
+                    f". Rank {self._rank} waited in {kind}: if the other ranks are alive, one of them waits "
+                    "elsewhere, as in a barrier; make as many calls of sharded tables on every rank, "
+                    "also in eval()"
+                )
             self._lose(f"{self._stop_reason() or gone}. {_GO_ON}")
             raise RankError(self.lost) from error
         except BaseException as error:
@@ -101,7 +109,7 @@ class Peers:
         """Wait for a collective. Raises RankError if it fails, if any rank has stopped, or waits itself for a
         collective that this rank has not begun."""
         reported = False
-        with self.reached():
+        with self.reached(awaited[0]):
             while not _is_done(work):
                 if reason := self._stop_reason():
                     raise RankError(f"{reason}. {_GO_ON}")
