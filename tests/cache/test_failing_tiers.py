@@ -26,7 +26,7 @@ ASKED = {
     "begin_lookup": {1, 2, 3, 4},
     "dirty_rows": {0, 1, 2},
     "end_lookup": {1, 2, 3, 4},
-    "find": {2, 3, 4},
+    "find": {2, 4},  # hbm, uvm and ssd are asked to promote
     "promote": {1, 2, 3, 4},
     "flush": {0, 1, 2},
     "holds": {3},
