@@ -59,22 +59,23 @@ py::tuple MakeSortKeys(const py::list& segments, const std::vector<std::uint32_t
   return py::make_tuple(bad.segment, bad.position, bad.id);
 }
 
+// Calls a method that changes the rows, and says at which slot the row of each key is.
+template <void (HeldRows::*Method)(const std::uint64_t*, std::int64_t, std::int32_t*)>
+Array<std::int32_t> SlotsBy(HeldRows& held, const Array<std::uint64_t>& keys) {
+  Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
+  std::int32_t* out = slots.mutable_data();
+  py::gil_scoped_release unlocked;
+  (held.*Method)(keys.data(), keys.size(), out);
+  return slots;
+}
+
 void BindHeldRows(py::module_& m) {
   py::class_<HeldRows>(m, "HeldRows")
       .def(py::init<std::int64_t, std::int64_t>(), py::arg("capacity"), py::arg("row_bytes"))
       .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return HeldRows::kBytesPerRow; })
       .def("find", &FindSlots<HeldRows>, py::arg("keys"),
            "Return the slots (int32) of keys (uint64), -1 where a row is not here.")
-      .def(
-          "add",
-          [](HeldRows& held, const Array<std::uint64_t>& keys) {
-            Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
-            std::int32_t* out = slots.mutable_data();
-            py::gil_scoped_release unlocked;
-            held.Add(keys.data(), keys.size(), out);
-            return slots;
-          },
-          py::arg("keys"))
+      .def("add", &SlotsBy<&HeldRows::Add>, py::arg("keys"))
       .def(
           "begin",
           [](HeldRows& held, const Array<std::uint64_t>& keys) {
@@ -104,17 +105,8 @@ void BindHeldRows(py::module_& m) {
             held.Discard(keys.data(), keys.size());
           },
           py::arg("keys"))
-      .def(
-          "take",
-          [](HeldRows& held, const Array<std::uint64_t>& keys) {
-            Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
-            std::int32_t* out = slots.mutable_data();
-            py::gil_scoped_release unlocked;
-            held.Take(keys.data(), keys.size(), out);
-            return slots;
-          },
-          py::arg("keys"),
-          "Return what find() does, and discard the keys; the rows stay at these slots until release().")
+      .def("take", &SlotsBy<&HeldRows::Take>, py::arg("keys"),
+           "Return what find() does, and discard the keys; the rows stay at these slots until release().")
       .def("release", &HeldRows::Release, Unlocked(), "Let go of the rows of the last take().")
       .def_property_readonly(
           "rows",

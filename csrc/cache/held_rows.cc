@@ -1,6 +1,7 @@
 #include "cache/held_rows.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 namespace tierstore {
@@ -44,19 +45,21 @@ void HeldRows::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slo
   }
 }
 
+// Takes the keys out of the index. A row on its way is forgotten, and its slot is -1.
+void HeldRows::Forget(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
+  index_.Take(keys, n, slots);
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (slots[i] < 0 || StateOf(slots[i]) == State::kHere) continue;
+    StateOf(slots[i]) = State::kForgotten;
+    slots[i] = -1;
+  }
+}
+
 void HeldRows::Take(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
   Release();
   taken_.reserve(static_cast<std::size_t>(n));
-  index_.Take(keys, n, slots);
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (slots[i] < 0) continue;
-    if (StateOf(slots[i]) == State::kHere) {
-      taken_.push_back(slots[i]);
-    } else {
-      StateOf(slots[i]) = State::kForgotten;
-      slots[i] = -1;
-    }
-  }
+  Forget(keys, n, slots);
+  std::copy_if(slots, slots + n, std::back_inserter(taken_), [](std::int32_t slot) { return slot >= 0; });
 }
 
 void HeldRows::Release() {
@@ -110,14 +113,9 @@ void HeldRows::Finish(const std::int32_t* slots, const bool* found, std::int64_t
 
 void HeldRows::Discard(const std::uint64_t* keys, std::int64_t n) {
   std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
-  index_.Take(keys, n, slots.data());
+  Forget(keys, n, slots.data());
   for (const std::int32_t slot : slots) {
-    if (slot < 0) continue;
-    if (StateOf(slot) == State::kHere) {
-      GiveBack(slot);
-    } else {
-      StateOf(slot) = State::kForgotten;  // its memory may be written until Finish
-    }
+    if (slot >= 0) GiveBack(slot);
   }
 }
 

@@ -52,6 +52,7 @@ class HeldRows {
 
   std::int32_t TakeSlot();
   void GiveBack(std::int32_t slot);
+  void Forget(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
   State& StateOf(std::int32_t slot) const { return states_[static_cast<std::size_t>(slot)]; }
 
   std::int64_t capacity_;

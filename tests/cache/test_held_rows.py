@@ -141,6 +141,19 @@ def test_more_keys_than_the_index_begins_with() -> None:
     assert held.rows.shape == (n, 8)
 
 
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 64, 65])
+def test_take_at_the_bounds_of_its_blocks(n: int) -> None:
+    """Rows leave the index while later keys of the block are already being fetched (32 of them)."""
+    held, keys = _core.HeldRows(2 * 65, 8), np.arange(2 * 65, dtype=np.uint64) * np.uint64(977)
+    slots = held.add(keys)
+    assert np.array_equal(held.take(keys[:n]), slots[:n])
+    assert np.array_equal(held.find(keys), [*n * [-1], *slots[n:]])
+    assert held.room == 0
+    held.release()
+    assert held.room == n
+    assert np.array_equal(held.take(keys), [*n * [-1], *slots[n:]])
+
+
 @pytest.mark.parametrize(("capacity", "row_bytes"), [(0, 8), (8, 0), (-1, 8)])
 def test_nothing_to_hold(capacity: int, row_bytes: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
