@@ -325,3 +325,56 @@ def test_gradients_that_are_not_finite() -> None:
             rest = [0, *range(4, ROWS)]
             assert torch.equal(after[rest], before[rest])
             assert torch.equal(after[2], before[2]) if checked else after[2].isnan().all()
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([ints(1, 2), ints(3)], layout=torch.jagged)
+
+
+class Stand(torch.Tensor):
+    """Stands for another tensor, as a DTensor does: it says that it is on the CPU, and has no memory."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Stand:
+        made = torch.Tensor._make_wrapper_subclass(Stand, tensor.shape, dtype=tensor.dtype)
+        made.inner = tensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*[one.inner if isinstance(one, Stand) else one for one in args], **(kwargs or {}))
+        return Stand.of(made) if isinstance(made, torch.Tensor) else made
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_tensors_without_memory_of_their_own(training: bool) -> None:
+    """Kernels would read at address 0."""
+    message = "must be a plain tensor, with memory of its own, not a "
+    pairs = ints(1, 2, 3, 4).view(2, 2)
+    with bag(mode="sum") as bags, TieredEmbedding(ROWS, 4, config=CONFIG, optimizer=SGD) as rows:
+        for ids, kind in (
+            (nested(), "nested"),
+            (pairs.to_sparse(), "Tensor .torch.sparse"),
+            (Stand.of(pairs), "Stand"),
+        ):
+            for module in (bags, rows):
+                with pytest.raises(InputError, match=f"ids {message}{kind}"):
+                    module.train(training)(ids)
+        with pytest.raises(InputError, match=f"item: offsets {message}Stand"):
+            bags(ints(1, 2), Stand.of(ints(0, 1)))
+        with pytest.raises(InputError, match=f"weights of ids {message}Stand"):
+            bags(pairs, None, Stand.of(torch.rand(2, 2)))
+        assert bags.stats()["lookups"] == rows.stats()["lookups"] == 0
+    for make in collections(optimizer=SGD):
+        with make() as module:
+            module.train(training)
+            for _ in range(2):  # the second batch with these keys may be one native call
+                for values, lengths in (
+                    (Stand.of(ints(1, 2)), ints(1, 1)),
+                    (ints(1, 2), Stand.of(ints(1, 1))),
+                ):
+                    with pytest.raises(InputError, match=message):
+                        module(KeyedJaggedTensor(["a", "b"], values, lengths=lengths))
+                module(KeyedJaggedTensor(["a", "b"], ints(1, 2), lengths=ints(1, 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from tierstore import _core
@@ -17,9 +18,11 @@ Content: TypeAlias = "tuple[int, ...] | None"
 def content_of(tensors: Sequence[Tensor]) -> Content:
     """Return a hash of each of ``tensors``, a lookup's inputs; None where they cannot be compared. Those on a
     GPU are copied to the host."""
-    if any(tensor.device.type not in ("cpu", "cuda") for tensor in tensors):
+    if any(t.device.type not in ("cpu", "cuda") or t.layout is not torch.strided for t in tensors):
         return None
     kept = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    if any(tensor.numel() and not tensor.data_ptr() for tensor in kept):
+        return None
     return tuple(_core.content_hash(tensor.data_ptr(), tensor.nbytes) for tensor in kept)
 
 

@@ -16,6 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.gradient_hooks import GradientHooks
 from tierstore.modules.handles import MODULES
+from tierstore.modules.inputs import check_memory
 from tierstore.modules.lookup import (
     PooledFunction,
     SequenceFunction,
@@ -191,6 +192,8 @@ class TieredModule(TrainedTables, nn.Module):
     def pooled_rows(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Return the output of a pooled lookup; ``weights``: one for each id, or None."""
         parts: Any = lookup.parts
+        if weights is not None:
+            check_memory("weights of ids", weights)
         per_part = [] if weights is None else [part.weights_of(weights) for part in parts]
         updates = self.trains
         self.pin(lookup, updates)

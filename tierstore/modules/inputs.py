@@ -73,7 +73,26 @@ def checked_ids(name: str, ids: Tensor, device: str = "cpu", *, warns: bool = Tr
         return torch.empty(ids.shape, dtype=torch.int64)
     if ids.dtype not in _DTYPES:
         raise InputError(f"{name} must be int64 or int32, got {ids.dtype}")
-    return ids.contiguous()
+    return in_memory(name, ids)
+
+
+def in_memory(name: str, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in contiguous memory. Raises as :func:`check_memory`."""
+    check_memory(name, tensor)
+    return tensor.contiguous()
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise InputError for tensors that are sparse or nested, or that stand for others, such as those of
+    ``torch.distributed.tensor``: kernels would find nothing at their address."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    if is_plain and (tensor.data_ptr() or not tensor.numel()):
+        return
+    kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__name__} ({tensor.layout})"
+    raise InputError(
+        f"{name} must be a plain tensor, with memory of its own, not a {kind}; give the tensors that it is "
+        "made of, such as values() of a nested one or to_local() of a DTensor"
+    )
 
 
 def keyed_on_host(keyed: KeyedJaggedTensor, device: str, *, warns: bool = True) -> KeyedJaggedTensor:

@@ -17,7 +17,7 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import out_of_range
 from tierstore.errors import InputError
 from tierstore.modules.features import Features
-from tierstore.modules.inputs import NO_PADDING, joined_spans
+from tierstore.modules.inputs import NO_PADDING, in_memory, joined_spans
 from tierstore.modules.parts import MODES, PooledPart, SequencePart
 from tierstore.sparse import KeyedJaggedTensor
 
@@ -189,7 +189,8 @@ def plainly(tensor: Tensor) -> Integers | None:
     dtype = tensor.dtype
     if dtype not in _DTYPES or not tensor.is_contiguous():
         return None
-    return tensor.data_ptr(), tensor.numel(), dtype is torch.int32
+    address, count = tensor.data_ptr(), tensor.numel()
+    return None if count and not address else (address, count, dtype is torch.int32)
 
 
 def integers(tensor: Tensor) -> tuple[Integers, Tensor]:
@@ -202,4 +203,5 @@ def integers(tensor: Tensor) -> tuple[Integers, Tensor]:
 
 def as_integers(tensor: Tensor) -> Tensor:
     """Return integers of any dtype in contiguous memory, as int32 or int64."""
-    return (tensor if tensor.dtype in _DTYPES else tensor.to(torch.int64)).contiguous()
+    tensor = tensor if tensor.dtype in _DTYPES else tensor.to(torch.int64)
+    return in_memory("a tensor of lengths or offsets", tensor)
