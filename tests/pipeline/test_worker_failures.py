@@ -18,6 +18,7 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.row_moves import RowMoves
 from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.errors import InputError
+from tierstore.pipeline.learning import tensors_of
 from tierstore.pipeline.planned import RecentBatches
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.pipeline.windows import Window
@@ -302,3 +303,22 @@ def test_wrong_ids_are_told_by_the_forward_call_alone() -> None:
     wrong[0, 0] = 1 << 40
     named = [{"ids": wrong if step == 5 else batch[0]} for step, batch in enumerate(BATCHES)]
     assert learned_pass(named) == (1, [])
+
+
+def tensors_of_every_layout() -> list[torch.Tensor]:
+    square = torch.eye(4, dtype=torch.int64)
+    pieces = [torch.arange(2), torch.arange(3)]
+    compressed = [
+        square.to_sparse_csr(),
+        square.to_sparse_csc(),
+        square.to_sparse_bsr(2),
+        square.to_sparse_bsc(2),
+    ]
+    nested = [torch.nested.nested_tensor(pieces, layout=kind) for kind in (torch.strided, torch.jagged)]
+    return [square.to_sparse(), *compressed, *nested, torch.eye(4).to_mkldnn(), torch.empty(4, device="meta")]
+
+
+def test_batches_may_have_tensors_of_every_layout_beside_their_ids() -> None:
+    named = [{"ids": batch[0], "others": tensors_of_every_layout()} for batch in BATCHES]
+    assert learned_pass(named) == (0, [])  # type: ignore[arg-type]
+    assert sum(tensor.nbytes for tensor in tensors_of(tensors_of_every_layout())) == 632

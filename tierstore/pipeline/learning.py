@@ -21,6 +21,18 @@ from tierstore.pipeline.host_ids import HostIds
 Step = tuple[str, Any]  # ("item", key) or ("attr", name)
 Path = tuple[Step, ...]
 _MAX_DEPTH = 8
+_COMPRESSED_ROWS, _COMPRESSED_COLUMNS = (
+    (compressed, plain, "values")
+    for compressed, plain in (("crow_indices", "col_indices"), ("ccol_indices", "row_indices"))
+)
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+"""By layout, the methods that return the tensors of a sparse one."""
 
 
 def is_keyed_jagged(value: Any) -> bool:
@@ -47,13 +59,28 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a batch, and in its keyed jagged tensors."""
+    """Yield the tensors that have the memory of a batch, also those in its keyed jagged tensors, and in
+    tensors that are sparse or wrap others."""
     for _, leaf in leaves(value):
         if isinstance(leaf, Tensor):
-            yield leaf
+            yield from _with_memory(leaf)
             continue
         parts = leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none()
-        yield from (part for part in parts if part is not None)
+        for part in parts:
+            if part is not None:
+                yield from _with_memory(part)
+
+
+def _with_memory(tensor: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose memory has the elements of ``tensor``; none where torch does not show it."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_memory(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    else:
+        for name in _PARTS.get(tensor.layout, ()):
+            yield getattr(tensor, name)()
 
 
 def tensors_read(module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -75,6 +102,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (
         a.device == b.device
         and a.dtype == b.dtype
+        and a.layout is b.layout is torch.strided  # other tensors have no address
         and a.data_ptr() == b.data_ptr()
         and a.shape == b.shape
         and a.stride() == b.stride()
