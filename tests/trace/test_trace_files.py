@@ -186,6 +186,29 @@ if importlib.util.find_spec("pyarrow"):
         with pytest.raises(InputError, match="lists of them: cast it to int64"):
             keys_of(tmp_path / "a.parquet", columns=["d"])
 
+    def test_categories_and_lists_of_one_length_in_parquet(tmp_path):
+        """pandas writes a column of categories as a dictionary."""
+        import pyarrow
+        import pyarrow.parquet
+
+        words = pyarrow.array(["x", None, "y", "x"]).dictionary_encode()
+        pairs = pyarrow.array([[1, 2], None, [3, 4], [5, None]], pyarrow.list_(pyarrow.int64(), 2))
+        table = pyarrow.table({"a": words, "b": pairs})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+        b = make_keys(1, [1, 2, 3, 4, 5]).tolist()
+        expected = [[0, 1, *b[:4]], [0, b[4]]]
+        assert keys_of(tmp_path / "a.parquet", columns=["all"]) == expected
+
+    @pytest.mark.parametrize("columns", [["a"], ["all"], None])
+    def test_a_name_of_two_columns_in_parquet(tmp_path, columns):
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table([pyarrow.array([1, 2]), pyarrow.array([3, 4])], names=["a", "a"])
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(InputError, match="the header names a column twice: a, a"):
+            open_trace(tmp_path / "a.parquet", columns=columns)
+
 else:
 
     def test_parquet_says_what_it_needs(tmp_path):
@@ -290,9 +313,32 @@ def test_bad_arrays_are_refused(tmp_path, arrays, message):
         keys_of(tmp_path / "a.npz")
 
 
-def test_meta_tuples_that_do_not_fit_are_refused(tmp_path):
-    torch.save((torch.arange(3), torch.arange(3), torch.ones(2, 2)), tmp_path / "a.pt")
-    with pytest.raises(InputError, match="do not fit together"):
+_META = {"indices": torch.arange(3), "offsets": torch.tensor([0, 2, 3]), "lengths": torch.tensor([[2, 1]])}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": torch.arange(3), "lengths": torch.ones(2, 2)}, "do not fit together"),
+        ({"indices": torch.arange(4)}, "do not fit together"),
+        ({"offsets": torch.tensor([0, 7, 3])}, "do not fit together"),
+        ({"offsets": torch.tensor([1, 2, 3])}, "do not fit together"),
+        ({"lengths": torch.tensor([[1, 2]])}, "do not fit together"),
+        ({"indices": torch.zeros(3, 2, dtype=torch.int64)}, "do not fit together"),
+        ({"indices": torch.tensor(0), "offsets": torch.tensor(1), "lengths": torch.tensor(2)}, "not fit"),
+        ({"indices": torch.arange(3.0)}, "indices are float32, offsets int64; make both integers"),
+        ({"offsets": torch.tensor([0.0, 2, 3])}, "indices are int64, offsets float32"),
+        ({"indices": torch.arange(3).bfloat16()}, "holds no .indices, offsets, lengths.: .*BFloat16"),
+        ({"indices": torch.zeros(3, requires_grad=True)}, "holds no .indices, offsets, lengths.: .*grad"),
+        ({"indices": "abc"}, "make both integers"),
+        ({"lengths": [[2], [1, 0]]}, "holds no .indices, offsets, lengths.: "),
+    ],
+)
+def test_meta_tuples_that_do_not_fit_are_refused(tmp_path, change, message):
+    torch.save(tuple(_META.values()), tmp_path / "a.pt")
+    assert keys_of(tmp_path / "a.pt") == [[0, 1, 2]]
+    torch.save(tuple((_META | change).values()), tmp_path / "a.pt")
+    with pytest.raises(InputError, match=message):
         keys_of(tmp_path / "a.pt")
 
 
@@ -303,6 +349,7 @@ def test_meta_tuples_that_do_not_fit_are_refused(tmp_path):
         ("synthetic:zipf:1", {}, "is endless"),
         ("synthetic:zipf:1", {"batches": 0}, "at least 1"),
         ("flights", {"batch_size": 0}, "batch size"),
+        ("synthetic:zipf:1", {"batches": 1, "columns": ["t0"]}, "is a dataset, which knows its tables"),
     ],
 )
 def test_bad_requests(source, options, message):

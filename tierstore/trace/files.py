@@ -106,9 +106,13 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
     return Trace(str(path), tuple(names), in_bags(found, batch_size), -(-len(values[0]) // batch_size))
 
 
-def _check_header(path: Path, header: list[str]) -> None:
+def _check_names(path: Path, header: list[str]) -> None:
     if len(set(header)) < len(header):
         raise InputError(f"{path}: the header names a column twice: {', '.join(header)}")
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    _check_names(path, header)
     if all(name.strip().lstrip("-").replace(".", "", 1).isdigit() for name in header):
         raise InputError(
             f"{path} has no header: its first line is {','.join(header)[:60]}; put a line with the names of "
@@ -139,18 +143,20 @@ def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> 
     damaged = partial(named_damage, path, " is no complete parquet file")
     with damaged():
         file = parquet.ParquetFile(path)
+        _check_names(path, file.schema_arrow.names)
         samples = _parquet_samples(file)
     names = chosen(path, columns, samples)
     known: list[dict[Any, int]] = [{} for _ in names]
 
     def batches() -> Iterator[list[TableIds]]:
-        parts = file.iter_batches(batch_size, columns=list(names))
+        parts = _whole_batches(file.iter_batches(batch_size, columns=list(names)), batch_size)
         while True:
             with damaged():
                 part = next(parts, None)
             if part is None:
                 return
-            yield [(t, _arrow_ids(path, names[t], part.column(t), known[t])) for t in range(len(names))]
+            values = [column.combine_chunks() for column in part.columns]
+            yield [(t, _arrow_ids(path, names[t], values[t], known[t])) for t in range(len(names))]
 
     return Trace(str(path), tuple(names), batches, -(-file.metadata.num_rows // batch_size))
 
@@ -162,16 +168,20 @@ def open_meta(path: Path, batch_size: int) -> Trace:
     """
     import torch
 
-    try:
-        with _binary(path) as file:
-            indices, offsets, lengths = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        raise InputError(f"{path} holds no (indices, offsets, lengths): {error}") from error
-    indices, offsets, lengths = (np.asarray(part) for part in (indices, offsets, lengths))
-    if lengths.ndim != 2 or offsets.size != lengths.size + 1 or offsets[-1] != indices.size:
+    with named_damage(path, " holds no (indices, offsets, lengths)"), _binary(path) as file:
+        parts = torch.load(file, map_location="cpu", weights_only=True)
+        indices, offsets, lengths = map(np.asarray, parts)
+    if indices.dtype.kind not in "iu" or offsets.dtype.kind not in "iu":
+        raise InputError(f"{path}: indices are {indices.dtype}, offsets {offsets.dtype}; make both integers")
+    if (
+        (indices.ndim, offsets.ndim, lengths.ndim) != (1, 1, 2)
+        or offsets.size != lengths.size + 1
+        or (offsets[0], offsets[-1]) != (0, indices.size)
+        or not np.array_equal(np.diff(offsets), lengths.reshape(-1))
+    ):
         raise InputError(
-            f"{path}: lengths {lengths.shape}, {offsets.size} offsets up to {offsets[-1:]} and "
-            f"{indices.size} indices do not fit together"
+            f"{path}: lengths {lengths.shape}, offsets {offsets.shape}, indices {indices.shape} do not "
+            "fit together; lengths are (tables, examples), and offsets their sums from 0 on"
         )
     tables, examples = lengths.shape
 
@@ -246,6 +256,32 @@ def _parquet_samples(file: Any) -> dict[str, list[object]]:
     }
 
 
+def _whole_batches(parts: Iterator[Any], size: int) -> Iterator[Any]:
+    """Yield batches of ``size`` rows, and the rest. Arrow ends a batch of categories with its row group."""
+    import pyarrow
+
+    waiting = []
+    for part in parts:
+        waiting.append(_without_categories(part))
+        if sum(one.num_rows for one in waiting) >= size:
+            table = pyarrow.Table.from_batches(waiting)
+            yield table.slice(0, size).combine_chunks()
+            waiting = table.slice(size).to_batches()
+    if waiting:
+        yield pyarrow.Table.from_batches(waiting).combine_chunks()
+
+
+def _without_categories(part: Any) -> Any:
+    """Return a batch with the values of columns of categories, which pandas writes as dictionaries."""
+    import pyarrow
+
+    columns = [
+        column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+        for column in part.columns
+    ]
+    return pyarrow.RecordBatch.from_arrays(columns, part.schema.names)
+
+
 def _bags(path: Path, name: str, values: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of a column, and where those of each example begin: an empty value is no id."""
     there = np.fromiter(map(bool, map(str.strip, values)), bool, len(values))
@@ -282,11 +318,12 @@ def _arrow_ids(path: Path, name: str, column: Any, known: dict[Any, int]) -> np.
     import pyarrow
 
     column, kind = column.drop_null(), column.type
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+    types = pyarrow.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _arrow_ids(path, name, column.flatten(), known)
-    if pyarrow.types.is_integer(kind):
+    if types.is_integer(kind):
         return column.to_numpy()
-    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+    if types.is_string(kind) or types.is_large_string(kind):
         return np.array([known.setdefault(value, len(known)) for value in column.to_pylist()], np.int64)
     raise InputError(
         f"{path}: column {name} is {kind}; ids must be integers, strings or lists of them: cast it to int64"

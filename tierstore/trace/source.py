@@ -61,6 +61,8 @@ def open_trace(
             raise ConfigError(f"{name} is a file: options {', '.join(options)} are for datasets")
         trace = _open_file(file, batch_size, columns)
     elif _is_dataset(name):
+        if columns is not None:
+            raise ConfigError(f"{name} is a dataset, which knows its tables; leave columns out")
         trace = from_dataset(data.load(name, path=path, seed=seed, **options), batch_size)
     else:
         raise ConfigError(
