@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
+from tierstore.trace.columns import printable
 
 from ._hit_rate_answer import Answer, Size, simulate_one
 
@@ -132,13 +133,14 @@ def show_tables(tables: list[TableCurve], sizes: list[Size], prepared: PreparedT
         rows = [max(1.0, table.footprint * size.number / 100) for size in shares]
         ratios = table.curve.capacity_miss_ratio(rows)
         grid.add_row(
-            table.name,
+            printable(table.name),
             f"{table.footprint:,}",
             f"{table.uniques:,.0f}",
             f"{table.accesses:,.0f}",
             *(f"{max(0.0, ratio):.4f}" for ratio in ratios),
         )
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120).print(grid)
+    width = None if sys.stdout.isatty() else 120
+    Console(file=sys.stdout, highlight=False, markup=False, width=width).print(grid)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
 from tierstore.simulation import Stats, Training
+from tierstore.trace.columns import printable
 
 if TYPE_CHECKING:
     from tierstore.trace import Trace
@@ -28,13 +29,15 @@ def show(source: Trace, training: Training, ranks: list[Stats]) -> None:
         grid.add_column(column, justify="left" if column == "table" else "right", no_wrap=column != "table")
     for rank, stats in enumerate(ranks):
         for name, table in stats["tables"].items():
-            grid.add_row(*([str(rank)] if rank_column else []), name, *_figures(table["tiers"], tiers))
+            grid.add_row(
+                *([str(rank)] if rank_column else []), printable(name), *_figures(table["tiers"], tiers)
+            )
         grid.add_section()
     if len(ranks) > 1 or len(ranks[0]["tables"]) > 1:
         every = [table["tiers"] for stats in ranks for table in stats["tables"].values()]
         grid.add_row(*([""] if rank_column else []), "all", *_figures(_summed(every), tiers))
     width = None if sys.stdout.isatty() else 120
-    Console(file=sys.stdout, highlight=False, width=width).print(grid)
+    Console(file=sys.stdout, highlight=False, markup=False, width=width).print(grid)
     print(_LEGEND)
 
 

@@ -193,3 +193,13 @@ def test_on_a_narrow_terminal_columns_go_and_figures_stay(width, columns):
     assert "w_tinylfu" in shown
     assert "0.8140" in shown
     assert ("IO ms/batch" in shown, "1.029 KiB" in shown) == (columns > 3, columns > 2)
+
+
+@pytest.mark.parametrize("options", [["--sizes", "50%", "--per-table"], ["--hbm", "30KiB"]])
+def test_names_of_columns_are_no_marks_of_styles(tmp_path, capsys, options):
+    rows = "".join(f"{i % 7},{i % 5},{i}\n" for i in range(300))
+    (tmp_path / "log.csv").write_text(f"user[/b],tags[bold],e\x1b[2J\n{rows}")
+    assert not run(tmp_path / "log.csv", "--columns", "all", "--batch-size", 64, *options, *FAST[:2])
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("user[/b]", "tags[bold]", "e?[2J"))
+    assert "\x1b" not in output

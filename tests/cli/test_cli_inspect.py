@@ -90,3 +90,17 @@ def test_the_folder_of_a_checkpoint_names_the_one_of_its_rows(
     (tmp_path / "rows" / record).write_text("{}")
     assert main(["verify", str(tmp_path)]) == 2
     assert f"it has no TIERSTORE.json; give {tmp_path / 'rows'}, a folder" in capsys.readouterr().err
+
+
+def test_a_terminal_obeys_no_name_of_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = StoredTable("a\x1b[2J[/b]", 0, 10, 8, 48, {"name": "sgd\x9b2J"})
+    with open_store(tmp_path / "store", "native", [table], 1 << 30) as store:
+        store.write(make_keys(0, np.arange(5)), np.zeros((5, 48), np.uint8))
+        store.commit(b'{"extra": {"note": "\\u001b]0;x\\u0007\\ud800"}}', tag="best")
+    for command in ("inspect", "commits", "verify"):
+        assert main([command, str(tmp_path / "store")]) == 0
+        output = capsys.readouterr().out
+        assert all(char.isprintable() for char in output.replace("\n", ""))
+        assert command == "verify" or "?]0;x??" in output
+    assert main(["inspect", str(tmp_path / "store"), "--at", "\x1b[2J"]) == 2
+    assert "tagged '?[2J'" in capsys.readouterr().err.replace("\\x1b", "?")

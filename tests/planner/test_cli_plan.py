@@ -335,6 +335,29 @@ def test_tables_fit_80_columns_and_equal_ranks_are_one_line(files, capsys, monke
     assert sum(line.strip().startswith("0-7 ") for line in lines) == 1
 
 
+@pytest.mark.parametrize("device", [["cpu"], {"cpu": 1}, "tpu"])
+def test_a_device_that_is_none(files, capsys, device):
+    (files / "topology.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "device": device}))
+    assert plan(files) == 2
+    assert 'it must be "cuda" or "cpu"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hbm", ["2GiB", "1KiB"])
+def test_names_are_printed_as_they_are(files, capsys, hbm):
+    """Square brackets mark styles for rich, which would leave them out, or raise an error."""
+    names = ["genres[bold]", "user[/x]"]
+    (files / "tables.yaml").write_text(yaml.safe_dump([TABLES[1] | {"name": name} for name in names]))
+    constraints = {"user[/x]": {"tiers": ["hbm"]}}
+    (files / "constraints.yaml").write_text(yaml.safe_dump(constraints))
+    (files / "topology.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "hbm_per_rank": hbm}))
+    (files / "[").mkdir()
+    figure = f"{files}/[/out].svg"
+    plan(files, "--constraints", f"{files}/constraints.yaml", "--plot", figure)
+    output = capsys.readouterr().out
+    assert figure in output
+    assert all(name in output for name in names)
+
+
 def test_a_report_that_cannot_be_written_is_said_before_planning(files, capsys):
     (files / "folder").mkdir()
     assert plan(files, "--json", f"{files}/folder") == 2

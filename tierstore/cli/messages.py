@@ -6,7 +6,9 @@ import argparse
 import os
 import sys
 import textwrap
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from tierstore.trace.columns import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,18 +20,25 @@ _WIDTH_OF_PROGRAMS = 10_000
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, see :func:`wrapped`."""
+    """Print a message on stderr, see :func:`wrapped`; paths and names in it do nothing to a terminal."""
+    text = _harmless(text)
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def results_console() -> Console:
     """Return the console for a command's results: lines are as wide as the terminal, or as ``COLUMNS`` says,
-    and as wide as they need to be where a program or a file takes them."""
+    and as wide as they need to be where a program or a file takes them. Names and meta of a store are
+    anybody's, so what a terminal would obey is printed as ?."""
     from rich.console import Console
+    from rich.text import Text
+
+    class Results(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(_harmless(text), **options)
 
     fits = sys.stdout.isatty() or "COLUMNS" in os.environ
     width = None if fits else _WIDTH_OF_PROGRAMS
-    return Console(width=width, highlight=False, markup=False, soft_wrap=True)
+    return Results(width=width, highlight=False, markup=False, soft_wrap=True)
 
 
 def terminal_bars(*columns: ProgressColumn) -> Progress:
@@ -40,6 +49,10 @@ def terminal_bars(*columns: ProgressColumn) -> Progress:
 
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _harmless(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def wrapped(text: str, stream: TextIO) -> str:

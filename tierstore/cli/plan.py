@@ -78,6 +78,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
     from tierstore.cli import plan_plot, plan_view
     from tierstore.planner import Topology
@@ -106,9 +107,9 @@ def run(args: argparse.Namespace) -> int:
     plan_view.print_report(console, report)
     if plot_file:
         plot_file.replace(plan_plot.drawn(report, plot_format))
-        console.print(f"drawn: {args.plot}", soft_wrap=True)
+        console.print(f"drawn: {args.plot}", markup=False, soft_wrap=True)
     if failure:
-        console.print(f"[bold red]infeasible[/]: {failure}", soft_wrap=True)
+        console.print(f"[bold red]infeasible[/]: {escape(failure)}", soft_wrap=True)
         return EXIT_INFEASIBLE
     return 0
 

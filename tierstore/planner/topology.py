@@ -105,7 +105,8 @@ class Topology:
     assumed: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        must_be("device", self.device, self.device in ASSUMED_RATES, '"cuda" or "cpu"')
+        is_device = isinstance(self.device, str) and self.device in ASSUMED_RATES
+        must_be("device", self.device, is_device, '"cuda" or "cpu"')
         for name in ("hosts", "ranks_per_host"):
             value = getattr(self, name)
             must_be(f"topology: {name}", value, is_integer(value, 1), "a positive integer")

@@ -76,9 +76,13 @@ def listed(samples: Samples) -> str:
     return "\n".join(lines)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with ? in place of what a terminal would obey, for names and texts that files have."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def _shown(text: str) -> str:
-    """Return a short text for a terminal, which must not obey what is in a log."""
-    plain = "".join(char if char.isprintable() else "?" for char in text)
+    plain = printable(text)
     return plain if len(plain) <= _WIDEST else f"{plain[: _WIDEST - 3]}..."
 
 
