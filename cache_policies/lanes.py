@@ -15,8 +15,9 @@ from numba import njit
 
 from cache_policies.hashing import mix
 
-LEAST_SLOTS = 1 << 16
-"""Slots of a lane, where there is more than one."""
+LEAST_SLOTS = 1 << 15
+"""Slots of a lane, where there is more than one. What a plan reads of such a lane fits a core's second cache,
+and tiers of 524,288 slots have a lane for each of 16 threads."""
 MOST_LANES = 16
 MOST_LANES_IN_TIER = 4096
 """A tier of many tables with lanes of their own gives tables beyond this number one lane each: every lane
