@@ -41,6 +41,7 @@ def test_small_and_strange_leaves_stay() -> None:
     quantized = torch.quantize_per_tensor(torch.zeros(LEAST_BYTES), 0.1, 0, torch.quint8)
     batch = {"small": least[1:], "shared": shared, "learned": learned, "sparse": sparse, "none": None, "n": 3}
     batch |= {"parameter": parameter, "quantized": quantized}
+    batch["nested"] = torch.nested.nested_tensor([torch.zeros(LEAST_BYTES), torch.zeros(3)])
     copied = in_own_pages(batch)
     assert all(copied[name] is batch[name] for name in batch)
     assert in_own_pages([least])[0] is not least

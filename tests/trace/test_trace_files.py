@@ -305,6 +305,7 @@ def test_an_integer_too_long_for_python(tmp_path):
         ({"a": np.arange(3.0)}, "must be integers"),
         ({"a": np.array([-1])}, "id -1 of table 'a'; ids must not be negative"),
         ({"a": np.empty(0, np.int64)}, "is empty"),
+        ({}, "holds no columns"),
     ],
 )
 def test_bad_arrays_are_refused(tmp_path, arrays, message):

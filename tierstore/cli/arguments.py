@@ -31,7 +31,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Check ``args`` before the work begins, since an hour of work must not end in such an error.
 
     Raises ``ConfigError`` for a number that is too small or not finite, for a result file in a folder that
-    does not exist or refuses it, and for a file of two results.
+    refuses it or cannot be made, and for a file of two results.
     """
     for name, value in vars(args).items():
         for number in value if isinstance(value, list | tuple) else [value]:

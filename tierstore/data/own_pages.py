@@ -69,7 +69,9 @@ def _tensors_in(batch: object) -> Iterator[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _copied(tensor: Tensor, stay: frozenset[int]) -> Tensor:

@@ -203,8 +203,10 @@ def _columns(path: Path, array: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _from_columns(path: Path, arrays: dict[str, np.ndarray], batch_size: int) -> Trace:
+    if not arrays:
+        raise InputError(f"{path} holds no columns; save an array of ids for each table in it")
     lengths = {name: array.shape for name, array in arrays.items()}
-    if not arrays or any(array.ndim != 1 for array in arrays.values()) or len(set(lengths.values())) > 1:
+    if any(array.ndim != 1 for array in arrays.values()) or len(set(lengths.values())) > 1:
         raise InputError(f"{path}: the columns of a trace must be 1-d and equally long; shapes are {lengths}")
     for name, array in arrays.items():
         if array.dtype.kind not in "iu":
