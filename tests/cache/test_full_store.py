@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.store.test_disk_full import files_no_larger_than
 from tierstore import TierConfig, TieredEmbedding, optim
 from tierstore.errors import ClosedError, ConfigError, StoreFullError
 
@@ -98,3 +99,24 @@ def test_engines_that_cannot_change_the_cap_say_so(tmp_path):
     for config, why in ((in_memory, "only when it is opened"), (TierConfig(hbm="all"), "no ssd tier")):
         with build(config) as module, pytest.raises(ConfigError, match=why):
             module.set_ssd("2GiB")
+
+
+@pytest.mark.parametrize("engine", ["rocksdb", "lmdb"])
+@pytest.mark.parametrize("fails", ["commit", "close"])
+def test_tables_of_a_store_that_ended_can_be_closed(tmp_path, engine, fails, caplog):
+    """These engines cannot go on after a failed change, so the tables are built again in the process."""
+    config = TierConfig(path=tmp_path / "s", hbm="8MiB", ssd="1GiB", engine=engine)
+    module = build(config)
+    train(module, torch.arange(100))
+    module.commit()
+    train(module, torch.arange(10_000))
+    with files_no_larger_than(4096), pytest.raises(StoreFullError):
+        getattr(module, fails)()
+    if fails == "commit":
+        with pytest.raises(ClosedError, match="lost the rows written since its last commit"):
+            module.close()
+    assert module.engine.closed
+    assert "10000 rows that changed since then are dropped" in caplog.text
+    module.close()
+    with build(config) as module:
+        assert torch.equal(module.rows(torch.arange(ROWS)), expected([torch.arange(100)]))

@@ -20,7 +20,7 @@ from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.device import ComputedRows, open_device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
-from tierstore.cache.loss import warns_of_loss
+from tierstore.cache.loss import has_ended, warns_of_loss
 from tierstore.cache.opening import GroupOpening, stored_table
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
@@ -318,25 +318,26 @@ class Engine:
 
         A last commit with an ``extra`` stays the last commit, since the extra would not fit rows that were
         trained since; a warning says so. At a ``StoreFullError`` the tables stay open, with all rows: give
-        room (``set_ssd``) and close again, or drop the uncommitted changes with ``commit=False``.
+        room (``set_ssd``) and close again, or drop the uncommitted changes with ``commit=False``. A store
+        that a failed change has ended (``rocksdb``, ``lmdb``) is released, though its error is raised.
         """
         if not self._process.is_here:
             return
         with self._closing:
             if self.closed:
                 return
-            closed, last = True, self.commits()[-1:]
+            closed, last = True, None
             try:
                 if commit and self.store is not None and self.config.path is not None:
+                    last = self.commits()[-1:]
                     if not (extra := self.committed_extra()):
                         self.commit()
                     elif self.uncommitted:
                         warn_of_uncommitted(self.config.where, extra, self.uncommitted)
-            except StoreFullError:
-                closed = False
-                raise
-            except BaseException:  # perhaps Ctrl-C: the commit goes on, and may be made
-                if self.commits()[-1:] == last:
+            except BaseException as error:  # perhaps Ctrl-C: the commit goes on, and may be made
+                ended = has_ended(self.store)
+                closed = ended or not isinstance(error, StoreFullError)
+                if closed and (ended or last in (None, self.commits()[-1:])):
                     uninterrupted(self.warn_of_loss)
                 raise
             finally:

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Sequence
 
 from tierstore.cache.group import TierGroup
+from tierstore.errors import ClosedError
+from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
@@ -26,6 +28,16 @@ def warns_of_loss(owner: object, path: str, groups: Sequence[TierGroup]) -> weak
     called.
     """
     return weakref.finalize(owner, _warn, path, groups, os.getpid())
+
+
+def has_ended(store: RowStore | None) -> bool:
+    """Return whether ``store`` has closed itself, as some engines do when a change fails."""
+    try:
+        if store is not None:
+            store.commits()
+    except ClosedError:
+        return True
+    return False
 
 
 def _warn(path: str, groups: Sequence[TierGroup], process: int) -> None:
