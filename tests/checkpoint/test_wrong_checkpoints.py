@@ -15,11 +15,13 @@ import torch
 
 import tierstore
 from tests.checkpoint.trainings import Training, equal
+from tests.store.test_disk_full import files_no_larger_than
 from tierstore import TierConfig, checkpoint
 from tierstore.checkpoint.folder import Folder
 from tierstore.errors import (
     ConfigError,
     StoreCorruptError,
+    StoreFullError,
     StoreLockedError,
     StoreMismatchError,
     TierStoreError,
@@ -233,6 +235,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pyte
     with pytest.raises(TierStoreError, match="No space left on device; free some space"):
         training.save(saved / "checkpoints", 3)
     monkeypatch.undo()
+    assert [path.name for path in (saved / "checkpoints").glob("*.tmp")] == []
+    training.save(saved / "checkpoints", 3)
+    found = training.restore(saved / "checkpoints")
+    assert found is not None
+    assert found.step == 3
+    training.model.close()
+
+
+@pytest.mark.parametrize("size", [0, 300, 3000])
+def test_a_device_that_is_full_at_any_file(saved: Path, size: int) -> None:
+    """The library that writes tensors has errors of its own."""
+    training = Training(saved)
+    training.restore(saved / "checkpoints")
+    training.step()
+    with files_no_larger_than(size), pytest.raises(StoreFullError, match="File too large"):
+        training.save(saved / "checkpoints", 3)
     assert [path.name for path in (saved / "checkpoints").glob("*.tmp")] == []
     training.save(saved / "checkpoints", 3)
     found = training.restore(saved / "checkpoints")

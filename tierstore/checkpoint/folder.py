@@ -240,10 +240,20 @@ class Folder:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a file of tensors, durably; return its SHA-256."""
-    safetensors.torch.save_file(dict(tensors), file)
-    sync_file(file)
-    return _sha256(file)
+    """Write a file of tensors, durably; return its SHA-256. Raises ``StoreFullError`` or ``StoreIOError``."""
+    with store_errors(f"writing {file}"):
+        try:
+            safetensors.torch.save_file(dict(tensors), file)
+        except safetensors.SafetensorError as error:
+            raise _os_error(error) from error
+        sync_file(file)
+        return _sha256(file)
+
+
+def _os_error(error: safetensors.SafetensorError) -> OSError:
+    """Return the error of the system that safetensors tells in words, as when the device is full."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
 
 
 def _names(path: Path) -> list[str]:
