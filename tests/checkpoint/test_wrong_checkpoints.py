@@ -223,6 +223,15 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     training.model.close()
 
 
+def saves_once_there_is_room(training: Training, folder: Path) -> None:
+    assert [path.name for path in folder.glob("*.tmp")] == []
+    training.save(folder, 3)
+    found = training.restore(folder)
+    assert found is not None
+    assert found.step == 3
+    training.model.close()
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(saved)
     training.restore(saved / "checkpoints")
@@ -235,12 +244,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pyte
     with pytest.raises(TierStoreError, match="No space left on device; free some space"):
         training.save(saved / "checkpoints", 3)
     monkeypatch.undo()
-    assert [path.name for path in (saved / "checkpoints").glob("*.tmp")] == []
-    training.save(saved / "checkpoints", 3)
-    found = training.restore(saved / "checkpoints")
-    assert found is not None
-    assert found.step == 3
-    training.model.close()
+    saves_once_there_is_room(training, saved / "checkpoints")
 
 
 @pytest.mark.parametrize("size", [0, 300, 3000])
@@ -251,12 +255,7 @@ def test_a_device_that_is_full_at_any_file(saved: Path, size: int) -> None:
     training.step()
     with files_no_larger_than(size), pytest.raises(StoreFullError, match="File too large"):
         training.save(saved / "checkpoints", 3)
-    assert [path.name for path in (saved / "checkpoints").glob("*.tmp")] == []
-    training.save(saved / "checkpoints", 3)
-    found = training.restore(saved / "checkpoints")
-    assert found is not None
-    assert found.step == 3
-    training.model.close()
+    saves_once_there_is_room(training, saved / "checkpoints")
 
 
 @pytest.mark.parametrize("used", [3, 20])

@@ -21,8 +21,7 @@ _WIDTH_OF_PROGRAMS = 10_000
 
 def say(text: str) -> None:
     """Print a message on stderr, see :func:`wrapped`; paths and names in it do nothing to a terminal."""
-    text = _harmless(text)
-    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+    print(wrapped(_harmless(text), sys.stderr), file=sys.stderr, flush=True)
 
 
 def results_console() -> Console:

@@ -21,10 +21,8 @@ from tierstore.pipeline.host_ids import HostIds
 Step = tuple[str, Any]  # ("item", key) or ("attr", name)
 Path = tuple[Step, ...]
 _MAX_DEPTH = 8
-_COMPRESSED_ROWS, _COMPRESSED_COLUMNS = (
-    (compressed, plain, "values")
-    for compressed, plain in (("crow_indices", "col_indices"), ("ccol_indices", "row_indices"))
-)
+_COMPRESSED_ROWS = "crow_indices", "col_indices", "values"
+_COMPRESSED_COLUMNS = "ccol_indices", "row_indices", "values"
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _COMPRESSED_ROWS,
