@@ -97,6 +97,15 @@ def test_an_empty_folder_in_place_of_a_device(folders):
     open_on(first, second, third).close()
 
 
+def test_the_first_path_is_not_mounted(folders):
+    first = folders[0]
+    first.rename(first.with_name("unmounted"))
+    text = f"{folders[1]} is device 1 of the store in {first}, where there is none; perhaps its disk is not"
+    refused(folders, StoreMismatchError, text)
+    first.mkdir()
+    refused(folders, StoreMismatchError, text)
+
+
 def test_a_further_path_as_the_first(folders):
     first, second, third = folders
     refused(
@@ -264,6 +273,31 @@ def test_a_folder_twice_and_one_within_another(tmp_path):
             open_on(*paths)
     assert sorted(os.listdir(tmp_path)) == ["a", "link", "to-new"]
     assert os.listdir(a) == []
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    """The mount point behind it is gone, or the link leads to itself."""
+    (tmp_path / "to-nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for paths, text in [
+        ([tmp_path / "to-nowhere"], "to-nowhere is a link to .*gone, which is not there; mount or make"),
+        ([tmp_path / "a", tmp_path / "to-nowhere" / "t"], "to-nowhere is a link to .*gone, which is not"),
+        ([tmp_path / "loop", tmp_path / "a"], "loop is a link to .*loop, which is not there"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            open_on(*paths)
+    assert sorted(os.listdir(tmp_path)) == ["loop", "to-nowhere"]
+
+
+def test_the_file_that_the_system_refuses_is_named(folders, tmp_path):
+    long = tmp_path / ("x" * 300)
+    with pytest.raises(StoreIOError, match=f"t: {long}: File name too long"):
+        open_on(*folders, long)
+    lock = folders[1] / "LOCK"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(StoreIOError, match=f"{folders[0]}: {lock}: Is a directory"):
+        open_on(*folders)
 
 
 def test_a_file_in_place_of_a_folder(tmp_path):

@@ -19,7 +19,14 @@ from typing import TypeAlias
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.folders import paths_of
-from tierstore.store.files import json_with_checksum, parse_json, read_regular, walk_files, write_atomically
+from tierstore.store.files import (
+    json_with_checksum,
+    parse_json,
+    read_regular,
+    store_errors,
+    walk_files,
+    write_atomically,
+)
 from tierstore.store.identity import DEVICE_FILE, FILE_NAME, StoredDevice, StoreIdentity
 from tierstore.store.lock import LOCK, FolderLock, lock_for_writing, share_lock
 
@@ -47,10 +54,17 @@ def folders_of(path: StorePath) -> list[Path]:
     """Return the folders of a store, the first one first; none for a temporary store.
 
     Raises ``ConfigError`` for a list that no store can have: empty, too long, with a folder twice (also by a
-    link) or within another, or with a file.
+    link) or within another, or with a file; ``StoreIOError`` when the system refuses one.
     """
     folders = [Path(one) for one in paths_of(path)]
-    for folder in folders if len(folders) > 1 else ():
+    if len(folders) > 1:
+        with store_errors(f"looking for the folders of the store in {folders[0]}"):
+            _check_apart(folders)
+    return folders
+
+
+def _check_apart(folders: Sequence[Path]) -> None:
+    for folder in folders:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path {folder} is a file; give the path of a folder")
     for i, folder in enumerate(folders):
@@ -58,15 +72,14 @@ def folders_of(path: StorePath) -> list[Path]:
             if _same(folder, other):
                 raise ConfigError(f"path has {other} and {folder}, which are one folder; give each once")
             for inner, outer in ((folder, other), (other, folder)):
-                if any(_same(parent, outer) for parent in inner.resolve().parents):
+                if any(_same(parent, outer) for parent in Path(os.path.realpath(inner)).parents):
                     raise ConfigError(
                         f"path has {inner}, which lies within {outer}; give folders beside each other"
                     )
-    return folders
 
 
 def _same(a: Path, b: Path) -> bool:
-    if a.resolve() == b.resolve():
+    if os.path.realpath(a) == os.path.realpath(b):  # Path.resolve raises RuntimeError for a loop of links
         return True
     with suppress(OSError):  # one is not there
         return a.samefile(b)
@@ -117,6 +130,11 @@ class FurtherFolders:
         for folder, own in members:
             if own is None:
                 _check_empty(folder)
+            elif found is None and os.path.realpath(own.first) == os.path.realpath(self._first):
+                raise StoreMismatchError(
+                    f"{folder} is device {own.position} of the store in {self._first}, where there is none; "
+                    "perhaps its disk is not mounted. Mount it, or restore the folder from a copy"
+                )
             elif found is None or not found.devices or own.store != found.devices[0].id:
                 raise StoreMismatchError(
                     f"{folder} is device {own.position} of another store, last used from {own.first}; give "

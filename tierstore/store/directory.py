@@ -86,7 +86,7 @@ def open_store(
     options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only, index, further.engine_folders)
     if read_only:
         return _open_read_only(folders[0] if folders else Path(), further, wanted, options)
-    doing = f"opening a store in {', '.join(map(str, folders)) or 'a temporary directory'}"
+    doing = f"opening a store in {folders[0] if folders else 'a temporary directory'}"
     with store_errors(doing), ExitStack() as undo:
         if folders[1:]:
             further.check(_recognise(folders[0], wanted))  # before anything is made
@@ -312,6 +312,11 @@ def _make_folders(folder: Path, undo: ExitStack) -> Path:
         raise ConfigError(f"path {folder} is a file; give the path of a folder")
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     for new in reversed(missing):
+        if new.is_symlink():
+            raise ConfigError(
+                f"path {folder}: {new} is a link to {os.readlink(new)}, which is not there; mount or make "
+                "that folder, or give another path"
+            )
         new.mkdir(exist_ok=True)
         undo.callback(_remove_if_empty, new)
         sync_directory(new.parent)

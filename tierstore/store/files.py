@@ -22,7 +22,12 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
-    """Return the error for users of an ``OSError`` met while ``doing`` something; it keeps the errno."""
+    """Return the error for users of an ``OSError`` met while ``doing`` something; it keeps the errno.
+
+    The message names the file that the system refused, unless ``doing`` ends with its name.
+    """
+    if isinstance(error.filename, str | os.PathLike) and not doing.endswith(f" {error.filename}"):
+        doing = f"{doing}: {error.filename}"
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         return StoreFullError(error.errno, f"{doing}: {reason}; free some space, committed rows are intact")
