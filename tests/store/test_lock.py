@@ -47,6 +47,16 @@ def test_another_ones_file_is_not_removed(tmp_path):
         assert not (tmp_path / "LOCK").exists()
 
 
+def test_readers_are_not_taken_for_the_last_writer(tmp_path):
+    """The number in the file is that of the last process that wrote, which may be this one, and closed."""
+    open_store(tmp_path, "native", TABLES, CAP).close()
+    with open_store(tmp_path, read_only=True):
+        with pytest.raises(StoreLockedError, match="in use by a reader, in this process or another; close"):
+            open_store(tmp_path, "native", TABLES, CAP)
+        open_store(tmp_path, read_only=True).close()  # other readers are still welcome
+    open_store(tmp_path, "native", TABLES, CAP).close()
+
+
 def test_a_failed_first_opening_leaves_the_folder_to_others(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "no")

@@ -104,16 +104,23 @@ def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
             if lock.is_current():
                 return lock
         except BlockingIOError:
-            holder = os.pread(descriptor.fileno(), 20, 0).decode("ascii", "replace").strip()
+            who = _holder(descriptor.fileno())
             lock.close()
-            if holder == str(os.getpid()):
-                who = "another object of this process; call its close() first"
-            else:
-                who = f"process {holder}" if holder.isdigit() else "another process"
-                who += "; close it there"
             message = f"{folder} is in use by {who}, or give another path"
             raise StoreLockedError(message) from None
         except BaseException:
             lock.close()
             raise
         lock.close()  # the holder has removed the file meanwhile: there is a new file, or will be
+
+
+def _holder(fd: int) -> str:
+    """Say who has the lock of the file ``fd``, which this process could not take, and what to do."""
+    with suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # The number in the file is that of a writer before, since readers cannot write theirs.
+        return "a reader, in this process or another; close it there"
+    holder = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+    if holder == str(os.getpid()):
+        return "another object of this process; call its close() first"
+    return f"{f'process {holder}' if holder.isdigit() else 'another process'}; close it there"
