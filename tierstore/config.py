@@ -363,7 +363,7 @@ class TierConfig:
         if self.ssd and self.uvm and self.uvm_dtype not in ("fp32", self.ssd_dtype):
             raise ConfigError(
                 f"uvm_dtype is {self.uvm_dtype!r} and ssd_dtype {self.ssd_dtype!r}: rows would be rounded "
-                f'twice; give uvm_dtype="fp32" or uvm_dtype="{self.ssd_dtype}"'
+                f'twice; give uvm_dtype="fp32" or ssd_dtype="{self.uvm_dtype}"'
             )
         _check_rounding(self.stochastic_rounding)
 

@@ -227,7 +227,7 @@ def test_a_store_is_opened_with_its_own_dtypes(tmp_path: Path) -> None:
         ({"uvm_dtype": torch.bfloat16}, "uvm_dtype is torch.bfloat16"),
         ({"state_dtype": "int8"}, "state_dtype is 'int8'; it must be one of fp32, bf16"),
         ({"ssd_dtype": "bf16", "uvm_dtype": "fp16", "uvm": 1 << 20}, "rounded twice"),
-        ({"uvm_dtype": "int8", "uvm": 1 << 20}, "rounded twice"),
+        ({"uvm_dtype": "int8", "uvm": 1 << 20}, 'twice; give uvm_dtype="fp32" or ssd_dtype="int8"'),
         ({"stochastic_rounding": 1}, "must be True or False"),
     ],
 )
