@@ -12,7 +12,10 @@ from tierstore.planner import MissCurve, Popularity
 from tierstore.planner.curves import lower_hull
 
 
-@pytest.mark.parametrize(("rows", "s", "q"), [(50, 1.0, 0.0), (5_000, 0.8, 10.0), (200_000, 1.2, 100.0)])
+@pytest.mark.parametrize(
+    ("rows", "s", "q"),
+    [(50, 1.0, 0.0), (5_000, 0.8, 10.0), (200_000, 1.2, 100.0), (5_000, 10.0, 1e3), (50, 1.0, 1e30)],
+)
 def test_popularity_equals_the_sum_over_all_rows(rows, s, q):
     accesses = 20_000
     weights = (np.arange(1, rows + 1) + q) ** -s

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import boxcox
+from scipy.special import boxcox1p
 
 from tierstore.planner.checks import require
 from tierstore.rounds import FloatArray
@@ -77,7 +77,7 @@ class Popularity:
 def _demand(s: float, q: float, rows: int, accesses: float) -> tuple[float, MissCurve]:
     edges = np.unique(np.floor(np.geomspace(1, rows + 1, _CELLS)))  # of cells of ranks, the first of one each
     counts = np.diff(edges)
-    mass = np.maximum(np.diff(boxcox(edges - 0.5 + q, 1 - s)), 0)  # the integral of (x + q)^-s
+    mass = np.maximum(np.diff(boxcox1p((edges - 1) / (q + 0.5), 1 - s)), 0)  # integral of (x + q)^-s, scaled
     expected = counts * -np.expm1(-accesses * mass / mass.sum() / counts)
     unique = float(expected.sum())
     left = np.concatenate([[1.0], 1 - np.cumsum(expected) / unique])
