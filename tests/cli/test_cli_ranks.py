@@ -194,6 +194,7 @@ class TestWithoutTorchrun:
             ({"ranks": [{"exchange_bytes": "many"}]}, "its predictions cannot be read"),
             ({"predicted_step_s": "soon"}, "its predictions cannot be read"),
             ({"ranks": 5}, "its predictions cannot be read"),
+            ({"batch_size_per_rank": float("inf")}, "its predictions cannot be read"),
         ],
     )
     def test_foreign_files(

@@ -60,7 +60,7 @@ class PlanFile:
                 _rows(plan, report),
                 *_simulated(report.get("simulated", {})),
             )
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"--plan {path}: its predictions cannot be read ({error}); plan again"
             ) from error
