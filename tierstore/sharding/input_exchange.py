@@ -19,12 +19,13 @@ from tierstore import _core
 from tierstore.errors import InputError, RankError
 from tierstore.modules.inputs import NO_PADDING, Bags
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.peers import VECTORS
 from tierstore.sharding.routing import Routing
 
 _ANY_ID = 1 << 48
 _GOES_ON, _WRONG, _ENDED, _FAILED, _WANTS_GRADIENTS = range(5)
 """What a rank announces of its batch."""
-_HEAD = 2  # numbers of an announcement before those of features
+_HEAD = 3  # numbers of an announcement before those of features
 _NO_BATCH = RankError(
     "has no more batches, but another rank has; every rank must get the same number, so drop the last ones"
 )
@@ -125,11 +126,11 @@ class InputExchange:
         self._started = False
 
     def _announcement(self, batch: OwnBatch) -> Tensor:
-        """Return the state of this rank's batch, whether it is looked up ahead, its bags by feature, and its
-        ids by rank."""
+        """Return the state of this rank's batch, whether it is looked up ahead, how often this rank has
+        exchanged rows or gradients, its bags by feature, and its ids by rank."""
         features = len(self._routing.features)
         meta = torch.zeros(_HEAD + features + self._env.world_size, dtype=torch.int64)
-        meta[0], meta[1] = batch.state, batch.ahead
+        meta[0], meta[1], meta[2] = batch.state, batch.ahead, self._env.peers.progress.begun.get(VECTORS, 0)
         for number, feature in enumerate(self.asked):
             meta[_HEAD + number] = len(feature.lengths)
         for rank, ids in enumerate(self._leaving):
@@ -145,6 +146,7 @@ class InputExchange:
         self._pending.wait()
         meta = self._all_meta.numpy()
         self._check_forms(meta[:, 1])
+        self._check_passes(meta[:, 2])
         states = set(meta[:, 0].tolist())
         if states == {_ENDED}:
             return
@@ -169,6 +171,20 @@ class InputExchange:
         error = RankError(
             f"ranks {of[0]} look a batch up ahead, and ranks {of[1]} in a forward call: all ranks must give "
             "forward calls what prefetch yields, or all something else"
+        )
+        self._env.peers.stop(error)
+        raise error
+
+    def _check_passes(self, exchanges: NDArray[np.int64]) -> None:
+        """Raise RankError if some ranks have exchanged rows or gradients more often than others. One rank's
+        backward pass would take what another rank's forward pass sends for its gradients."""
+        if (exchanges == exchanges[0]).all():
+            return
+        few = ", ".join(map(str, np.flatnonzero(exchanges < exchanges.max())))
+        error = RankError(
+            f"rank {few} made fewer forward or backward passes of sharded tables than other ranks: all ranks "
+            "must call backward in the same steps, and their losses must use the same collections; where a "
+            "rank skips either, multiply by 0 instead. Start the job again from its last commit"
         )
         self._env.peers.stop(error)
         raise error
