@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "common/huge_pages.h"
 #include "common/key.h"
 
 namespace tierstore {
@@ -31,6 +32,13 @@ constexpr std::size_t kRanksAtOnce = 64;  // that WidenAhead looks at
 unsigned BitsAhead(Location most) {
   const unsigned bits = BitsFor(most);
   return most / kEighthsUsed < (Mask(bits) + 1) / 8 ? bits : std::min(bits + 1, DenseRanges::kMostBits);
+}
+
+// Returns the bytes to make accessible for so many, where a huge page of which more than half is needed is
+// better whole: the system gives one only where all of it is accessible when its first byte is written.
+std::size_t Accessible(std::size_t bytes) {
+  const std::size_t rest = bytes % kHugePageBytes;
+  return rest > kHugePageBytes / 2 ? bytes - rest + kHugePageBytes : bytes;
 }
 
 }  // namespace
@@ -94,7 +102,7 @@ std::uint32_t DenseRanges::TakePlace(unsigned bits) {
     return place;
   }
   const std::byte* const before = pool.memory.data();
-  pool.memory.Extend((pool.places + std::size_t{1}) * BytesOf(bits));
+  pool.memory.Extend(Accessible((pool.places + std::size_t{1}) * BytesOf(bits)));
   if (pool.memory.data() != before) {
     for (Range& range : ranges_) {
       if (range.bits == bits) range.data = pool.memory.data() + range.place * BytesOf(bits);

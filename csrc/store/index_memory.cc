@@ -12,6 +12,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers lack
 
 constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -41,6 +42,10 @@ void IndexMemory::Extend(std::size_t bytes) {
   if (bytes > reserved_bytes_) Reserve(RoundUp(4 * bytes, kHugePageBytes));
   if (mprotect(data_ + bytes_, bytes - bytes_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
   madvise(data_, bytes, MADV_HUGEPAGE);
+  // The huge page where the array ended so far has small pages. Where the system cannot join them (before
+  // Linux 6.1), they stay.
+  const std::size_t end = bytes_ / kHugePageBytes * kHugePageBytes;
+  if (end < bytes_ && end + kHugePageBytes <= bytes) madvise(data_ + end, kHugePageBytes, kCollapse);
   bytes_ = bytes;
 }
 
@@ -57,7 +62,16 @@ void IndexMemory::Clear(std::size_t offset, std::size_t bytes) {
 void IndexMemory::Reserve(std::size_t bytes) {
   std::byte* const to = MapAligned(bytes, PROT_NONE);
   KeepFromChildren(to, bytes);
-  if (data_ != nullptr) {
+  if (data_ != nullptr && bytes_ < kHugePageBytes) {
+    // Small pages that are moved stay small, so the bytes are copied.
+    if (mprotect(to, kHugePageBytes, PROT_READ | PROT_WRITE) != 0) {
+      munmap(to, bytes);
+      throw std::bad_alloc();
+    }
+    madvise(to, kHugePageBytes, MADV_HUGEPAGE);
+    std::memcpy(to, data_, bytes_);
+    munmap(data_, reserved_bytes_);
+  } else if (data_ != nullptr) {
     if (mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
       munmap(to, bytes);
       throw std::bad_alloc();

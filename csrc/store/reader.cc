@@ -32,7 +32,7 @@ constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
 
 // Records and rows come from memory that no core has used yet, so the next records are fetched while a record
 // is checked.
-constexpr std::size_t kPrefetch = 3;
+constexpr std::size_t kPrefetch = 6;
 constexpr std::size_t kCacheLine = 64;
 
 template <bool kWrite>
