@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="rowwise_adagrad",
         choices=sorted(optim.OPTIMIZERS),
-        help="optimizer of the rows (default: rowwise_adagrad)",
+        metavar="NAME",
+        help=f"optimizer of the rows: {', '.join(sorted(optim.OPTIMIZERS))} (default: rowwise_adagrad)",
     )
     parser.add_argument("--threads", type=int, default=2, help="threads of either library (default: 2)")
     parser.add_argument(

@@ -37,6 +37,21 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
     assert best < 1.0  # 0.1 s on an idle machine; the bound leaves room for a busy one
 
 
+COMMANDS = "train plan trace inspect commits verify export import compact bench".split()
+
+
+@pytest.mark.parametrize(
+    "words", [[name] for name in COMMANDS] + [["bench", n] for n in bench.benchmark_names()]
+)
+def test_help_fits_80_columns(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert "usage: tierstore " + " ".join(words) in shown
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

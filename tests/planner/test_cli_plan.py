@@ -260,7 +260,9 @@ def test_bad_constraints_are_one_line_and_exit_code_2(files, capsys, text, messa
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["exact_row_wise_adagrad", "RowWiseAdagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize(
+    "name", ["exact_row_wise_adagrad", "RowWiseAdagrad", "rowwise_adagrad", "rowwise-adagrad"]
+)
 def test_optimizers_may_have_the_names_of_fbgemm_and_of_our_classes(name):
     tables = [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": name}]
     assert specs_of_yaml(tables)[0].optimizer == "rowwise_adagrad"

@@ -31,7 +31,9 @@ EXIT_DAMAGED = 1
 _META_WIDTH = 60
 LOG_INTERVAL = 5.0
 """Seconds between lines where there is no terminal."""
-EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an error, 130 interrupted"
+EXIT_CODES = """\
+exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an error,
+  130 interrupted"""
 
 _WHAT = {
     "DIR": "the store directory, or the folder of a sharded training",
@@ -46,7 +48,7 @@ def add_command(
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=help,
-        description=textwrap.fill(description, 90),
+        description=textwrap.fill(description, 80),
         epilog="examples:\n" + "".join(f"  {example}\n" for example in examples) + "\n" + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

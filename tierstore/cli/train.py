@@ -10,8 +10,8 @@ from typing import Any
 EPILOG = """\
 data sets: flights | movielens | criteo (needs --data-path) |
   synthetic:zipf:S | synthetic:criteo | synthetic:meta2021
-sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes (1/37, 2.7%) or all;
-  --read-ahead also takes such a fraction
+sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes
+  (1/37, 2.7%) or all; --read-ahead also takes such a fraction
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -147,8 +148,9 @@ def dtype_of(name: str, kind: Any) -> str:
 
 
 def optimizer_name(name: Any) -> str:
-    """Return our name for a name of fbgemm ("exact_row_wise_adagrad") or of a class ("RowWiseAdagrad")."""
-    plain = str(name).lower().replace("_", "").removeprefix("exact")
+    """Return our name for a name of fbgemm ("exact_row_wise_adagrad"), of a class ("RowWiseAdagrad") or of the
+    command line ("rowwise-adagrad")."""
+    plain = re.sub("[_-]", "", str(name).lower()).removeprefix("exact")
     return next((known for known in STATE_FLOATS if known.replace("_", "") == plain), str(name))
 
 
