@@ -148,8 +148,7 @@ def dtype_of(name: str, kind: Any) -> str:
 
 
 def optimizer_name(name: Any) -> str:
-    """Return our name for a name of fbgemm ("exact_row_wise_adagrad"), of a class ("RowWiseAdagrad") or of the
-    command line ("rowwise-adagrad")."""
+    """Return our name for one of fbgemm ("exact_row_wise_adagrad"), a class, or the command line."""
     plain = re.sub("[_-]", "", str(name).lower()).removeprefix("exact")
     return next((known for known in STATE_FLOATS if known.replace("_", "") == plain), str(name))
 
