@@ -305,6 +305,29 @@ def test_fsdp_of_dense_parameters_on_gpus_is_refused() -> None:
     run(2, fsdp_on_gpus)
 
 
+def leave_out_a_backward_pass() -> None:
+    """NCCL's stream waits in place of the host, and takes the next vectors for the gradients."""
+    rank, step = dist.get_rank(), -1
+    with on_gpus():
+        parts = sharded(replace(ROOMY, device="cuda"))
+        try:
+            for step, of_rank in enumerate(
+                tierstore.prefetch([batch(n, rank) for n in range(9)], parts, window=2)
+            ):
+                loss = parts(of_rank).values().sum()
+                if rank == 0 or step != 2:
+                    loss.backward()
+            found = "nothing"
+        except RankError as error:
+            found = str(error)
+    assert "rank 1 made fewer forward or backward passes" in found
+    assert step <= 4
+
+
+def test_a_rank_that_leaves_out_a_backward_pass_is_named_soon() -> None:
+    run(2, leave_out_a_backward_pass)
+
+
 # -- what exchanges cost -----------------------------------------------------------------------------
 
 

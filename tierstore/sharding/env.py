@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError, DeviceFullError, GpuError, RankError, StoreFullError, TierStoreError
 from tierstore.sharding.gpu_groups import GpuGroups
-from tierstore.sharding.peers import AGREEMENTS, IDS, SIZES, VECTORS, Collective, Peers
+from tierstore.sharding.peers import AGREEMENTS, GRADIENTS, IDS, SIZES, VECTORS, Collective, Peers
 
 
 class Pending:
@@ -46,10 +46,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ShardingEnv:
-    """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups of tensors in host memory: ids, which the
-    host plans, agreements, and vectors of tables on the CPU. ``inputs`` and ``outputs`` are separate groups,
-    so that an exchange of ids made ahead never mixes with exchanges of forward and backward passes. Vectors
-    of tables on GPUs have an NCCL group (``gpus``).
+    """Ranks and groups. ``inputs``, ``outputs`` and ``gradients`` are gloo groups of tensors in host memory:
+    ids, which the host plans; agreements, and vectors of tables on the CPU; gradients of these vectors. They
+    are separate groups, so that an exchange of ids made ahead never mixes with exchanges of forward and
+    backward passes, and so that a rank that leaves out a backward pass does not send its next vectors to a
+    rank that waits for gradients. Vectors and gradients of tables on GPUs have an NCCL group (``gpus``).
 
     Make one with :meth:`from_process_group`; all ranks call it.
     """
@@ -59,6 +60,7 @@ class ShardingEnv:
     process_group: Any
     inputs: Any
     outputs: Any
+    gradients: Any
     peers: Peers = field(compare=False)
     gpus: GpuGroups = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
@@ -87,8 +89,9 @@ class ShardingEnv:
 
         rank, gpus = dist.get_rank(group), GpuGroups(new)
         with Peers(rank, group).reached():
-            inputs, outputs = new("gloo"), new("gloo")
-        return cls(rank, len(ranks), group, inputs, outputs, Peers(rank, outputs, gpus.abort), gpus)
+            inputs, outputs, gradients = (new("gloo") for _ in range(3))
+        peers = Peers(rank, outputs, gpus.abort)
+        return cls(rank, len(ranks), group, inputs, outputs, gradients, peers, gpus)
 
     @classmethod
     def of(cls, env: Any) -> ShardingEnv:
@@ -115,24 +118,32 @@ class ShardingEnv:
         return [rank for rank in range(self.world_size) if rank != self.rank] + [self.rank]
 
     def all_to_all(
-        self, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int], group: Any = None
+        self,
+        out: Tensor,
+        given: Tensor,
+        arriving: Sequence[int],
+        leaving: Sequence[int],
+        kind: str = VECTORS,
     ) -> Pending:
         """Begin to send ``leaving[r]`` elements of ``given`` to each rank r, and to fill ``out`` with
-        ``arriving[r]`` from it; all ranks do. ``group``: if None, ``outputs``, or that of ``gpus`` for
-        tensors on GPUs."""
+        ``arriving[r]`` from it; all ranks do. ``kind``: what is sent, ``IDS``, ``VECTORS`` or
+        ``GRADIENTS``."""
         if self.world_size == 1:
             out.copy_(given)
             return Pending(self.peers, None)
         self.traffic.bytes_sent += given.element_size() * (sum(leaving) - leaving[self.rank])
         with self.peers.reached():
-            awaited = self.peers.begin(IDS if group is self.inputs else VECTORS)
+            awaited = self.peers.begin(kind)
+            group = self._group_of(kind, out)
             work = dist.all_to_all_single(
-                out, given, list(arriving), list(leaving), group=group or self._group_of(out), async_op=True
+                out, given, list(arriving), list(leaving), group=group, async_op=True
             )
         return Pending(self.peers, work, out, given, awaited=awaited)
 
-    def _group_of(self, tensor: Tensor) -> Any:
-        return self.outputs if tensor.device.type == "cpu" else self.gpus.of("vectors")
+    def _group_of(self, kind: str, tensor: Tensor) -> Any:
+        if tensor.device.type != "cpu":
+            return self.gpus.of("vectors")
+        return {IDS: self.inputs, GRADIENTS: self.gradients}.get(kind, self.outputs)
 
     def gpu_group(self, purpose: str) -> Any:
         """Return the NCCL group for "vectors" or for "dense" gradients. All ranks call it."""
@@ -196,9 +207,9 @@ class ShardingEnv:
         self.peers.wait(work, awaited)
 
     def all_reduce(self, tensor: Tensor, group: Any) -> Pending:
-        """Begin to add up a tensor in host memory over all ranks, in place, as a part of a step."""
+        """Begin to add up a tensor in host memory over all ranks, in place, as a part of a backward pass."""
         with self.peers.reached():
-            awaited = self.peers.begin(VECTORS)
+            awaited = self.peers.begin(GRADIENTS)
             work = dist.all_reduce(tensor, group=group, async_op=True)
         return Pending(self.peers, work, tensor, awaited=awaited)
 
@@ -207,8 +218,8 @@ class ShardingEnv:
         self._wait_for_all(AGREEMENTS)
 
     def meet(self) -> None:
-        """Wait as :meth:`barrier` does, in a step: for use before a collective of torch, which does not end
-        where a rank has stopped."""
+        """Wait as :meth:`barrier` does, in a forward pass: for use before a collective of torch, which does
+        not end where a rank has stopped."""
         self._wait_for_all(VECTORS)
 
     def _wait_for_all(self, kind: str) -> None:

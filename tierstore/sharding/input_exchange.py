@@ -19,7 +19,7 @@ from tierstore import _core
 from tierstore.errors import InputError, RankError
 from tierstore.modules.inputs import NO_PADDING, Bags
 from tierstore.sharding.env import ShardingEnv
-from tierstore.sharding.peers import VECTORS
+from tierstore.sharding.peers import GRADIENTS, IDS, VECTORS
 from tierstore.sharding.routing import Routing
 
 _ANY_ID = 1 << 48
@@ -130,7 +130,9 @@ class InputExchange:
         exchanged rows or gradients, its bags by feature, and its ids by rank."""
         features = len(self._routing.features)
         meta = torch.zeros(_HEAD + features + self._env.world_size, dtype=torch.int64)
-        meta[0], meta[1], meta[2] = batch.state, batch.ahead, self._env.peers.progress.begun.get(VECTORS, 0)
+        begun = self._env.peers.progress.begun
+        passes = begun.get(VECTORS, 0) + begun.get(GRADIENTS, 0)
+        meta[0], meta[1], meta[2] = batch.state, batch.ahead, passes
         for number, feature in enumerate(self.asked):
             meta[_HEAD + number] = len(feature.lengths)
         for rank, ids in enumerate(self._leaving):
@@ -176,8 +178,8 @@ class InputExchange:
         raise error
 
     def _check_passes(self, exchanges: NDArray[np.int64]) -> None:
-        """Raise RankError if some ranks have exchanged rows or gradients more often than others. One rank's
-        backward pass would take what another rank's forward pass sends for its gradients."""
+        """Raise RankError if some ranks have exchanged rows or gradients more often than others: what one
+        rank sends for a collection, or a pass, another rank would take for that of another."""
         if (exchanges == exchanges[0]).all():
             return
         few = ", ".join(map(str, np.flatnonzero(exchanges < exchanges.max())))
@@ -202,9 +204,7 @@ class InputExchange:
         ]
         outgoing = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=self._dtype)
         self._incoming = torch.empty(int(self._sizes.sum()), dtype=self._dtype)
-        self._pending = self._env.all_to_all(
-            self._incoming, outgoing, self._sizes.tolist(), leaving, self._env.inputs
-        )
+        self._pending = self._env.all_to_all(self._incoming, outgoing, self._sizes.tolist(), leaving, IDS)
 
     def receive(self) -> list[list[Arrived]]:
         """Return what arrived, by request of this rank and by rank that asks."""

@@ -22,6 +22,7 @@ from tierstore.modules.autograd_context import derived_once
 from tierstore.modules.gpu import brought
 from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.peers import GRADIENTS
 from tierstore.sharding.routing import Routing
 
 
@@ -227,7 +228,7 @@ class OutputExchange(torch.autograd.Function):
         leaving = plan.wire.take("received", sum(sizes.expected), dtype)
         _spread(plan, grad, leaving, local, own=False)
         arriving = local[:answered] if dtype is torch.float32 else plan.wire.take("rounded", answered, dtype)
-        work = plan.env.all_to_all(arriving, leaving, sizes.answered, sizes.expected)
+        work = plan.env.all_to_all(arriving, leaving, sizes.answered, sizes.expected, GRADIENTS)
         _spread(plan, grad, leaving, local, own=True)
         work.wait()
         if dtype is not torch.float32:
@@ -285,7 +286,7 @@ def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
     others = [0 if rank == env.rank else size for rank, size in enumerate(sizes)]
     given = [0 if rank == env.rank else len(own) for rank in range(env.world_size)]
     arrived = own.new_empty(sum(others))
-    env.all_to_all(arrived, own.repeat(env.world_size - 1), others, given).wait()
+    env.all_to_all(arrived, own.repeat(env.world_size - 1), others, given, GRADIENTS).wait()
     replicas[: sum(others)].copy_(arrived)
 
 
@@ -317,6 +318,6 @@ class WeightExchange(torch.autograd.Function):
         with torch.no_grad():
             grad = grads[0].contiguous() * ctx.env.world_size  # undo the division of the outputs' gradients
             out = grad.new_empty(sum(ctx.leaving))
-            ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
+            ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving, GRADIENTS).wait()
             out = out.to(*ctx.kind)
         return derived_once(out, grads), None, None, None, None

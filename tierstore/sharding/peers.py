@@ -27,7 +27,8 @@ _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 SIZES = "the exchange of the sizes of a batch"
 IDS = "the exchange of ids"
-VECTORS = "the exchange of rows or gradients"
+VECTORS = "the exchange of rows"
+GRADIENTS = "the exchange of gradients"
 AGREEMENTS = "a commit, close() or another call of all ranks"
 Collective: TypeAlias = tuple[str, int]
 """The kind of a collective, and its number among those of its kind."""
@@ -54,8 +55,8 @@ class Peers:
     """A rank's view of the other ranks. ``group``: of all ranks, which publish messages in its store.
     ``abandon``: called when this rank has lost the other ranks.
 
-    Collectives are exchanges, by which a step moves sizes and ids of a batch (``SIZES``, ``IDS``) or rows and
-    gradients (``VECTORS``), or agreements, as of a commit.
+    Collectives are exchanges, by which a step moves sizes and ids of a batch (``SIZES``, ``IDS``), rows
+    (``VECTORS``) or gradients (``GRADIENTS``), or agreements, as of a commit.
     """
 
     def __init__(self, rank: int, group: Any, abandon: Callable[[], None] = lambda: None) -> None:
