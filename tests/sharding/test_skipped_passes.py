@@ -66,7 +66,7 @@ def test_a_rank_that_leaves_out_a_backward_pass(tmp_path: Path, dims: tuple[int,
     for rank in range(2):
         step, found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert step == SKIPPED + rank
-        assert "waits in the exchange of gradients" in found
+        assert "in the exchange of gradients" in found
 
 
 def test_a_rank_whose_loss_leaves_out_a_collection(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_a_rank_whose_loss_leaves_out_a_collection(tmp_path: Path) -> None:
     for rank in range(2):
         step, found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert step == SKIPPED + rank
-        assert "waits in the exchange of gradients" in found
+        assert "in the exchange of gradients" in found
