@@ -70,6 +70,22 @@ def test_tables_and_tiers_are_named() -> None:
     assert "nothing is here" in texts(report_of(ssd="0", rows=1000))
 
 
+def test_any_name_of_a_table_is_drawn() -> None:
+    report = report_of()
+    names = ["_hidden", "of_$b_{", "$x^$", f"{'long_' * 20}end"]
+    for table, name in zip(reversed(report["tables"]), names, strict=False):
+        table["name"] = name
+    found = {text.strip() for text in texts(report)}
+    assert {*names[:3], "long_long_long_…ng_long_long_end"} <= found
+
+
+def test_the_axis_of_a_single_rank_has_whole_numbers() -> None:
+    topology = Topology(1, 1, "1MiB", "3GiB", "40GB", device="cpu")
+    specs = specs_of_yaml([{"name": "users", "num_embeddings": 100_000, "embedding_dim": 64}])
+    report = EmbeddingShardingPlanner(topology, batch_size=64, search_seconds=0.1).plan(specs).report
+    assert not [text for text in texts(dict(report)) if text.startswith("−")]
+
+
 def test_of_many_ranks_the_slowest_are_drawn() -> None:
     found = texts(report_of(hosts=8))
     assert len([text for text in found if re.fullmatch(r"rank \d+", text)]) == 8

@@ -15,6 +15,8 @@ from tierstore.errors import ConfigError
 _PLOTS = ("png", "pdf", "svg")
 _NAMED_TABLES = 9
 """Tables with a colour of their own; the rest are one stack."""
+_LONGEST_NAME = 32
+"""Characters of a table's name; the names take their width from the tiers."""
 _RANKS, _HOSTS = 8, 4
 """Places whose stages are drawn, the slowest ones."""
 _SHORTEST_S = 1e-9
@@ -39,19 +41,20 @@ def plot_format(path: Path) -> str:
 
 def drawn(report: Mapping[str, Any], form: str) -> bytes:
     """Draw a plan's report as a figure in the format ``form``."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, rc_context
 
-    figure = pyplot.figure(figsize=(12, 8.5), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=[1.1, 1])
-    upper, lower = parts
-    for axes, tier in zip(upper.subplots(1, len(_TIERS)), _TIERS, strict=True):
-        _draw_tier(axes, report, tier)
-    bars = axes.get_legend_handles_labels()
-    upper.legend(*bars, loc="outside right upper", title="tables, largest first")
-    _draw_stages(lower.subplots(), report)
     file = io.BytesIO()
-    figure.savefig(file, format=form)
-    pyplot.close(figure)
+    with rc_context({"text.parse_math": False}):  # a table may have dollars in its name
+        figure = pyplot.figure(figsize=(12, 8.5), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=[1.1, 1])
+        upper, lower = parts
+        for axes, tier in zip(upper.subplots(1, len(_TIERS)), _TIERS, strict=True):
+            _draw_tier(axes, report, tier)
+        bars = axes.get_legend_handles_labels()
+        upper.legend(*bars, loc="outside right upper", title="tables, largest first")
+        _draw_stages(lower.subplots(), report)
+        figure.savefig(file, format=form)
+        pyplot.close(figure)
     return file.getvalue()
 
 
@@ -92,7 +95,7 @@ def _draw_tier(axes: Any, report: Mapping[str, Any], tier: str) -> None:
         beside = table == "beside tables"
         color = _BESIDE if beside else _OTHERS if number >= _NAMED_TABLES else colors(number)
         look = {"hatch": "//", "edgecolor": "gray", "linewidth": 0} if beside else {}
-        axes.bar(ranks, sizes / unit, 0.85, bottom / unit, label=table, color=color, **look)
+        axes.bar(ranks, sizes / unit, 0.85, bottom / unit, label=_label(table), color=color, **look)
         bottom += sizes
     axes.set_title(f"{_TIERS[tier]}, {_fill(report, tier):.0%} full", fontsize=10)
     if not bottom.any():
@@ -101,7 +104,15 @@ def _draw_tier(axes: Any, report: Mapping[str, Any], tier: str) -> None:
         return
     axes.set(xlabel="rank", ylabel=name if tier == "hbm" else f"{name}, a rank's part of its host's")
     axes.set_ylim(0, 1.08 * bottom.max() / unit)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+
+
+def _label(table: str) -> str:
+    """Return what the legend calls a table. Of a long name both ends are kept, as names differ at either."""
+    if len(table) > _LONGEST_NAME:
+        half = _LONGEST_NAME // 2
+        table = f"{table[: half - 1]}…{table[-half:]}"
+    return f" {table}" if table.startswith("_") else table  # matplotlib hides labels that begin with "_"
 
 
 def _fill(report: Mapping[str, Any], tier: str) -> float:
@@ -161,7 +172,7 @@ def _mark_binding(
         (0, 6),
         textcoords="offset points",
         fontweight="bold",
-        ha="left" if at < len(groups) / 2 else "right",
+        ha="left" if at < (len(groups) - 1) / 2 else "right",
     )
 
 
