@@ -68,7 +68,7 @@ def draw(answer: Answer, path: Path, marks: Sequence[Mark]) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
-        axes.set_title(answer.source, fontsize=10)
+        axes.set_title(answer.source, fontsize=10, parse_math=False)  # a path may have dollars
         _rows_on_top(axes, answer)
         _save(figure, path)
     finally:
@@ -95,11 +95,21 @@ def _draw_mark(axes: Any, mark: Mark, number: int) -> None:
 
 def _rows_on_top(axes: Any, answer: Answer) -> None:
     """Draw a second axis of the share of the rows used, which are a little less than the bytes."""
+    from matplotlib.ticker import LogFormatter
+
     each = float(np.median([size / rows for (_, rows), size in answer.size_bytes.items()]))
     used = answer.trace.footprint * each / 100
     top = axes.secondary_xaxis("top", (lambda size: size / used, lambda share: share * used))
     top.set_xlabel("share of the rows used", fontsize=8)
     top.xaxis.set_major_formatter("{x:g}%")
+
+    class Shares(LogFormatter):
+        """Labels of the ticks between powers of ten, which matplotlib gives to short axes alone."""
+
+        def __call__(self, x: float, pos: Any = None) -> str:
+            return f"{x:g}%" if super().__call__(x, pos) else ""
+
+    top.xaxis.set_minor_formatter(Shares())
 
 
 def _belady_bytes(answer: Answer) -> list[int]:

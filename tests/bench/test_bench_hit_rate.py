@@ -128,6 +128,16 @@ if importlib.util.find_spec("matplotlib"):
         assert ">64 KiB<" in picture  # a tick
         assert picture.count("opacity: 0.85") == 3  # curves behind these texts leave them readable
 
+    def test_the_upper_axis_of_a_short_range_has_shares(tmp_path):
+        import matplotlib
+
+        sizes = ["--sizes", "4%,8%", "--policies", "lru", "--plot", tmp_path / "p.svg"]
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            assert run(*SOURCE, *FAST, *sizes) == 0
+        picture = (tmp_path / "p.svg").read_text()
+        assert ">6%<" in picture
+        assert "×" not in picture  # as in 6 × 10^0
+
 
 def test_samples_say_so(capsys):
     assert run(*SOURCE, *FAST, "--sample", "0.5", "--sizes", "10%") == 0
