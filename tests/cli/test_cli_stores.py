@@ -110,6 +110,15 @@ def test_commits(folder, capsys):
     assert "a commit tagged 'best' is not kept; kept commits: 2" in errors
 
 
+@pytest.mark.parametrize("meta", [b"\xff\xfe", b"[" * 100_000])
+def test_commits_and_inspect_take_any_meta(meta, folder, capsys):
+    """Other programs that use a store commit bytes of their own."""
+    with open_store(folder) as store:
+        store.commit(meta)
+    assert result(capsys, "commits", folder)[-1]["meta"] == f"{len(meta)} bytes that are not tierstore's own"
+    assert run(capsys, "inspect", folder)[0] == 0
+
+
 def test_tags_of_digits(tmp_path, capsys):
     """Commit 1 is tagged 2, commit 2 has no tag, and commit 3 is tagged 2024."""
     folder = tmp_path / "store"

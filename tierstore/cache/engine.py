@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
+from tierstore.cache.commit_meta import parse_meta
 from tierstore.cache.device import ComputedRows, open_device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
@@ -128,7 +129,7 @@ class Engine:
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""
-        result = json.loads(meta) if meta else {}
+        result = parse_meta(meta, self.config.where)
         self.updates = {name: int(n) for name, n in result.get("updates", {}).items()}
         self.checkpoint = str(result.get("checkpoint", result.get("checkpoints", "")))
         self.versions = Versions(self.specs, result.get("versions", {}) if meta else None)
@@ -310,7 +311,7 @@ class Engine:
         """Return the ``extra`` of the last commit."""
         self._process.check()
         meta = uninterrupted(self.store.meta) if self.store is not None else b""
-        return json.loads(meta).get("extra", {}) if meta else {}
+        return parse_meta(meta, self.config.where).get("extra", {})
 
     def close(self, *, commit: bool = True) -> None:
         """Commit (if there is a store with a path) and release everything. Calling it again does

@@ -103,7 +103,7 @@ def read_meta(meta: bytes) -> Any:
         return None
     try:
         values = json.loads(meta)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{len(meta)} bytes that are not tierstore's own"
     return values.get("extra") or values if isinstance(values, dict) else values
 
