@@ -15,9 +15,11 @@ FOREIGN = [
     b"\xff\xfe",
     b"[1, 2]",
     b"null",
+    b"5",
     b"[" * 100_000,
     b'{"updates": "many"}',
     b'{"updates": {"t": "many"}}',
+    b'{"updates": {"t": -1}}',
     b'{"checkpoint": 5}',
     b'{"versions": 7}',
 ]

@@ -20,7 +20,9 @@ class CommitMeta(TypedDict, total=False):
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    "updates": lambda value: isinstance(value, dict) and all(isinstance(n, int) for n in value.values()),
+    "updates": lambda value: (
+        isinstance(value, dict) and all(isinstance(n, int) and 0 <= n < 1 << 63 for n in value.values())
+    ),
     "checkpoint": lambda value: isinstance(value, str),
     "versions": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
 }
@@ -38,8 +40,9 @@ def parse_meta(meta: bytes, where: str) -> CommitMeta:
         found = json.loads(meta)
     except (ValueError, RecursionError):
         found = None
-    checks = [(name, fits) for name, fits in _CHECKS.items() if found and name in found]
-    if not isinstance(found, dict) or not all(fits(found[name]) for name, fits in checks):
+    if not isinstance(found, dict) or not all(
+        fits(found[name]) for name, fits in _CHECKS.items() if name in found
+    ):
         raise StoreMismatchError(
             f"the commit in {where} has meta that no module has written ({meta[:40]!r}); read its rows with "
             "tierstore.store.open_store, take an older commit (tierstore export --at), or give another path"
