@@ -15,6 +15,7 @@ import torch
 import tierstore
 from tierstore.data import Batch
 
+from ._checks import use_threads
 from ._systems import System
 from ._threads import ThreadSeconds
 
@@ -49,11 +50,15 @@ class Turn:
 class Trainee:
     """A system in training on ``batches``. Each turn goes on where the last turn has ended.
 
-    A tiered system has one prefetch for all its turns, as a training has.
+    A tiered system has one prefetch for all its turns, as a training has. It computes with
+    ``threads`` threads.
     """
 
-    def __init__(self, name: str, system: System, batches: Sequence[Batch], ahead: bool) -> None:
+    def __init__(
+        self, name: str, system: System, batches: Sequence[Batch], ahead: bool, threads: int
+    ) -> None:
         self.name = name
+        self.threads = threads
         self.system = system
         self.ahead = ahead
         self.turns: list[Turn] = []
@@ -68,6 +73,7 @@ class Trainee:
 
     def train(self, steps: int) -> Turn:
         """Train on the next ``steps`` batches, or on the batches that are left."""
+        use_threads(self.threads)
         before, threads, first = self._counters(), ThreadSeconds(), self.steps
         start = time.perf_counter()
         examples = self.system.steps(islice(self._batches, steps))

@@ -55,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: auto)",
     )
     add_dtypes(tiers)
+    tiers.add_argument(
+        "--tiered-threads",
+        type=int,
+        metavar="N",
+        help="threads to compute with where tiers train, which leave a processor to planning and reading "
+        "(default: --threads)",
+    )
     tiers.add_argument("--store", metavar="DIR", help="folder for the row stores (default: a temporary one)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--no-fbgemm", action="store_true", help="leave fbgemm-gpu out")
@@ -82,10 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     from ._checks import check_store, use_threads
     from ._steady import Trainee, take_turns, touch_all, warm_up
 
-    use_threads(args.threads)
+    threads = torch.get_num_threads() if args.threads is None else args.threads
+    tiered_threads = threads if args.tiered_threads is None else args.tiered_threads
+    for count in (tiered_threads, threads):  # refused before anything begins
+        use_threads(count)
     check_store(args.store)
     out = JsonFile(args.json) if args.json else None
     dataset = load_dataset(args)
@@ -94,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
         systems = _systems(_settings(args, dataset, Path(folder)), stack)
         batches = _draw(dataset, args)
         trainees = [
-            Trainee(name, system, batches, name.startswith("tiered")) for name, system in systems.items()
+            Trainee(name, system, batches, ahead, tiered_threads if ahead else threads)
+            for name, system in systems.items()
+            for ahead in [name.startswith("tiered")]
         ]
         for trainee in trainees:
             stack.callback(trainee.close)
@@ -197,6 +211,7 @@ def _result(
     memory = by_name["in-memory"]
     figures: dict[str, Any] = {name: _figures(trainee.turns) for name, trainee in by_name.items()}
     for name, trainee in by_name.items():
+        figures[name]["threads"] = trainee.threads
         if trainee.ahead:
             figures[name]["is_steady"] = steady[name]
             figures[name].update(_memory(trainee))

@@ -5,11 +5,14 @@ import json
 import threading
 
 import pytest
+import torch
 
-from bench import record, steady
+from bench import _steady, record, steady
+from bench._checks import use_threads
 from bench._steady import Turn, warm_up
 from bench._threads import ThreadSeconds
 from docs.generate import measurements
+from tierstore import _core
 from tierstore.errors import ConfigError
 
 
@@ -75,6 +78,26 @@ def test_stores_of_smaller_rows_are_trained_beside_stores_of_float32(tmp_path, c
     assert "rows of 32 bytes in the store; mean loss" in capsys.readouterr().out
 
 
+@pytest.fixture
+def threads_of_before():
+    threads, others = _core.num_threads(), torch.get_num_threads()
+    yield
+    _core.set_num_threads(threads)
+    torch.set_num_threads(others)
+
+
+def test_systems_with_tiers_may_compute_with_other_threads(tmp_path, short, threads_of_before, monkeypatch):
+    took = []
+    monkeypatch.setattr(_steady, "use_threads", lambda count: took.append(count) or use_threads(count))
+    out = tmp_path / "out.json"
+    options = ["--no-fbgemm", "--threads=2", "--tiered-threads=1"]
+    assert run(*SMALL, *options, "--json", str(out)) == 0
+    systems = json.loads(out.read_text())["systems"]
+    assert [figures["threads"] for figures in systems.values()] == [2, 1]
+    assert systems["tiered 1/37"]["equal_losses"]
+    assert took[-8:] == [2, 2, 1, 1, 1, 1, 2, 2]  # what comes before a turn, and the turn, in two rounds
+
+
 def test_figures_are_recorded_for_the_page_of_measurements(tmp_path, short):
     out, folder = tmp_path / "steady.json", tmp_path / "results"
     folder.mkdir()
@@ -120,6 +143,7 @@ def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
         (["--read-ahead", "much"], "--read-ahead is 'much'"),
         (["--window", "soon"], "--window is a number of batches or auto"),
         (["--data", "nothing"], "unknown data"),
+        (["--tiered-threads", "0"], "threads"),
     ],
 )
 def test_wrong_arguments(arguments, message):
