@@ -267,6 +267,25 @@ def test_killed_while_exporting(tmp_path):
     assert contents(tmp_path / "again") == contents(tmp_path / "store")
 
 
+def test_two_at_once_to_one_target(tmp_path, exported):
+    """The second is refused and touches nothing, whatever the first one is doing."""
+    fill(tmp_path / "store", "native")
+    refused = []
+
+    def another(done: int, total: int) -> None:
+        for make in (lambda to: export(tmp_path / "store", to), lambda to: import_(exported, to)):
+            with pytest.raises(StoreLockedError, match="target is in use by another object") as error:
+                make(tmp_path / "target")
+            refused.append(error)
+
+    with open_store(tmp_path / "store", read_only=True) as store:
+        store.export(tmp_path / "target", another)
+    assert refused
+    import_(tmp_path / "target", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+    assert sorted(os.listdir(tmp_path)) == ["again", "store", "target"]
+
+
 def test_no_room(tmp_path, exported):
     fill(tmp_path / "store", "native")
     limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -25,7 +25,8 @@ def import_(
 
     Tables, rows (bit for bit), meta and tag are as in the exported commit. ``ssd_bytes`` caps the bytes of
     the store's files while they are written. Raises ``StoreMismatchError`` when ``source`` is no export,
-    ``ConfigError`` when ``path`` is not free, ``StoreCorruptError`` when anything in the export is damaged.
+    ``ConfigError`` when ``path`` is not free, ``StoreLockedError`` while another export or import makes it,
+    ``StoreCorruptError`` when anything in the export is damaged.
     A failure leaves nothing under ``path``.
     """
     with store_errors(f"importing {source} to {path}"):

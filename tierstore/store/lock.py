@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierstore import _core
@@ -75,6 +75,20 @@ class FolderLocks:
 def lock_for_writing(folder: Path) -> FolderLock:
     """Take the exclusive lock of ``folder``. Raises ``StoreLockedError`` when another object has it."""
     return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+
+
+@contextmanager
+def lock_for_making(folder: Path, file: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a ``folder`` that is not there yet, by ``file``, which goes at the end.
+
+    Raises ``StoreLockedError`` when another object has it.
+    """
+    with _take(folder, file, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as lock:
+        try:
+            lock.sign()
+            yield
+        finally:
+            lock.remove_file()
 
 
 def lock_for_reading(folder: Path) -> FolderLock:

@@ -33,6 +33,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.identity import format_of, parse_tables
+from tierstore.store.lock import lock_for_making
 from tierstore.store.parallel import ahead
 from tierstore.store.protocol import CommitInfo, RowBatch, StoredTable, StoreStats
 from tierstore.store.shards import Shard, TableWriter, WriteSizes
@@ -74,7 +75,8 @@ def export_rows(
     """Write all rows of ``store``, as it reads now, to the new folder ``target``; return how many.
 
     The export names ``commit``. Raises ``ConfigError`` when ``target`` exists and is not an empty folder,
-    and ``StoreFullError`` when there is no room. An error or an interruption leaves nothing under ``target``.
+    ``StoreLockedError`` while another export or import makes ``target``, and ``StoreFullError`` when there is
+    no room. An error or an interruption leaves nothing under ``target``.
     """
     counter = RowCounter(progress, store.stats().rows)
     with store_errors(f"exporting to {target}"), atomic_folder(Path(target)) as folder:
@@ -180,22 +182,28 @@ def _checked_commit(file: Path, commit: Any) -> CommitInfo:
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to work in that becomes ``target`` when the body is done, and vanishes when the body
-    fails."""
+    fails. Raises ``StoreLockedError`` while another body works on the same ``target``."""
     target = target.absolute()
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise ConfigError(f"{target} exists already; give a new path, or an empty folder")
+    _check_free(target)
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is not a folder; make it first")
     working = target.with_name(f".{target.name}.tierstore-partial")
-    if working.exists():
-        log.info("removing %s, which an interrupted export or import left", working)
-        shutil.rmtree(working)
-    working.mkdir()
-    try:
-        yield working
-        sync_directory(working)
-        os.rename(working, target)
-    except BaseException:
-        shutil.rmtree(working, ignore_errors=True)
-        raise
-    sync_directory(target.parent)
+    with lock_for_making(target, target.with_name(f".{target.name}.tierstore-lock")):
+        _check_free(target)
+        if working.exists():
+            log.info("removing %s, which an interrupted export or import left", working)
+            shutil.rmtree(working)
+        working.mkdir()
+        try:
+            yield working
+            sync_directory(working)
+            os.rename(working, target)
+        except BaseException:
+            shutil.rmtree(working, ignore_errors=True)
+            raise
+        sync_directory(target.parent)
+
+
+def _check_free(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise ConfigError(f"{target} exists already; give a new path, or an empty folder")
