@@ -307,6 +307,7 @@ def test_commits_of_other_tables_and_damaged_ones(tmp_path: Path) -> None:
         {**record, "collections": {"": {**entry, "folder": "../elsewhere"}}},
         {**record, "collections": {"": {**entry, "plan": {}}}},
         {**record, "collections": {"": 5}},
+        {**record, "collections": {}},
         {key: value for key, value in record.items() if key != "extra"},
     ):
         run(2, damaged, str(tmp_path), changed if isinstance(changed, str) else json.dumps(changed))

@@ -65,6 +65,8 @@ def _checked(record: Any) -> None:
         raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
     if not _is_count(record["number"]) or not isinstance(record["extra"], dict):
         raise TypeError("number or extra is of another type")
+    if not record["collections"]:
+        raise ValueError("it has no collections")
     for name, entry in record["collections"].items():
         saved = saved_of(entry)
         numbers = [*saved.ranks, saved.updates]
