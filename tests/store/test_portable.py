@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 from pathlib import Path
@@ -232,6 +233,18 @@ def test_existing_targets_are_left_alone(tmp_path, exported):
     (tmp_path / "free").mkdir()
     import_(exported, tmp_path / "free")
     assert sorted(os.listdir(tmp_path)) == ["folder", "free", "link", "notes", "store"]
+
+
+def test_a_mount_point_is_refused_at_once(tmp_path, exported, monkeypatch):
+    """A finished folder cannot take its place, and the rows would go to the disk around it."""
+    fill(tmp_path / "store", "native")
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    for make in (lambda to: export(tmp_path / "store", to), lambda to: import_(exported, to)):
+        with pytest.raises(ConfigError, match="disk is where a disk is mounted"):
+            make(tmp_path / "disk")
+        make(tmp_path / "disk" / "made")
+        shutil.rmtree(tmp_path / "disk" / "made")
 
 
 def test_interrupted_export_and_import_leave_nothing(tmp_path, exported):

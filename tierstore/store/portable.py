@@ -207,3 +207,5 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def _check_free(target: Path) -> None:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already; give a new path, or an empty folder")
+    if os.path.ismount(target):
+        raise ConfigError(f"{target} is where a disk is mounted, and cannot be replaced; give a path in it")
