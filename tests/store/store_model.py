@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +130,19 @@ class Child(subprocess.Popen):
         if failure is not None:
             self.kill()
         super().__exit__(failure, *rest)
+
+
+@contextmanager
+def plain_user() -> Iterator[None]:
+    """Not root for a while, since root may read and write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 def run_child(code: str, *arguments: object, **options) -> Child:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.store.store_model import (
     folder_contents,
     make_store,
     open_memory,
+    plain_user,
     put,
     run_child,
     stored_ids,
@@ -194,19 +194,6 @@ def test_a_forked_child_may_drop_a_store(tmp_path, engine):
     child = run_child(code, tmp_path)
     out, _ = child.communicate(timeout=60)
     assert (out.split(), child.returncode) == (["0"], 0)
-
-
-@contextmanager
-def plain_user():
-    """Not root for a while, since root may write everywhere."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
 
 
 @pytest.fixture

@@ -11,8 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.store_model import CAP, TABLES, assert_holds, folder_contents, put, run_child, stored_ids
-from tierstore.errors import InputError, StoreCorruptError, StoreLockedError, StoreMismatchError
+from tests.store.store_model import (
+    CAP,
+    TABLES,
+    assert_holds,
+    folder_contents,
+    plain_user,
+    put,
+    run_child,
+    stored_ids,
+)
+from tierstore.errors import (
+    InputError,
+    StoreCorruptError,
+    StoreIOError,
+    StoreLockedError,
+    StoreMismatchError,
+)
 from tierstore.store import open_store, verify
 
 
@@ -86,6 +101,21 @@ def test_a_folder_that_cannot_be_written_to(folder, engine):
         assert folder_contents(copy) == before
         for path in [copy, *copy.rglob("*")]:
             path.chmod(0o755)
+
+
+def test_a_file_that_this_user_may_not_read_is_no_damage(folder, engine):
+    with tempfile.TemporaryDirectory() as elsewhere:
+        os.chmod(elsewhere, 0o755)
+        copy = Path(shutil.copytree(folder, Path(elsewhere, "store")))
+        for path in [copy, *copy.rglob("*")]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        closed = max((path for path in copy.rglob("*") if path.parent != copy and path.is_file()), key=str)
+        closed.chmod(0)
+        with plain_user(), pytest.raises(StoreIOError, match="denied; give a path that this user") as error:
+            verify(copy)
+        assert str(closed) in str(error.value)
+        closed.chmod(0o444)
+        assert verify(copy).ok
 
 
 def test_a_store_in_use_is_refused(folder):

@@ -18,7 +18,11 @@ JSON: TypeAlias = dict[str, object]
 """An object of JSON."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_ADVICE = {
+    errno.EACCES: "; give a path that this user has the rights to",
+    errno.EPERM: "; give a path that this user has the rights to",
+    errno.EROFS: "; give a path that can be written to",
+}
 
 
 def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
@@ -31,9 +35,7 @@ def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         return StoreFullError(error.errno, f"{doing}: {reason}; free some space, committed rows are intact")
-    if error.errno in _READ_ONLY:
-        return StoreIOError(error.errno, f"{doing}: {reason}; give a path that this user may write to")
-    return StoreIOError(error.errno, f"{doing}: {reason}")
+    return StoreIOError(error.errno, f"{doing}: {reason}{_ADVICE.get(error.errno or 0, '')}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ tree from end to end, in a separate process, since a bad page may kill the proce
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
 
     ``progress`` is called now and then and may raise to stop. Raises ``StoreLockedError`` when the store is
     open elsewhere, ``StoreMismatchError`` when ``path`` has no store, and ``StoreCorruptError`` when its
-    TIERSTORE.json is damaged, without which nothing else can be checked. The report has other damage.
+    TIERSTORE.json is damaged, without which nothing else can be checked, ``StoreIOError`` when this user may
+    not read a file. The report has other damage.
     """
     (folder,) = folders_of(path)
     with store_errors(f"verifying {folder}"), lock_for_reading(folder), ExitStack() as undo:
@@ -126,6 +128,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
         try:
             for place in (own, *further.engine_folders):
                 check_no_links(place)
+                _check_readable(place)
         except (StoreCorruptError, FileNotFoundError) as error:
             _lost(report, identity.engine, str(error))
             return report
@@ -135,6 +138,13 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
         else:
             _verify_by_opening(own, identity, report, show)
         return report
+
+
+def _check_readable(folder: Path) -> None:
+    """Raise ``PermissionError`` for a file that this user may not read, which is no damage."""
+    for entry in walk_files(folder):
+        if not os.access(entry.path, os.R_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
 
 
 def _lost(report: VerifyReport, file: str, what: str, commits: Sequence[int] = ()) -> None:
