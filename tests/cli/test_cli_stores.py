@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,17 @@ def test_export_of_a_damaged_store_leaves_nothing(folder, tmp_path, capsys):
     if code:
         assert ".seg: the record at offset" in errors
         assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_store_whose_rows_are_gone_does_not_become_an_empty_one(folder, tmp_path, capsys):
+    shutil.rmtree(folder / "native")
+    for command in (["compact"], ["commits", "--drop", "best"]):
+        code, output, errors = run(capsys, command[0], folder, *command[1:])
+        assert (code, output) == (2, "")
+        assert f"{folder / 'native'} is missing, which has the rows; restore a copy" in errors
+    assert run(capsys, "verify", folder)[0] == 1
+    assert run(capsys, "export", folder, tmp_path / "copy")[0] == 2
+    assert sorted(os.listdir(folder)) == ["LOCK", "TIERSTORE.json"]
 
 
 @pytest.mark.parametrize("engine", ["native", "rocksdb", "lmdb", "memory"])

@@ -67,7 +67,8 @@ def open_store(
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when the store is open elsewhere; ``ConfigError``
-    when ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
+    when ``path`` is a file; ``StoreCorruptError`` for damage; ``StoreIOError`` or ``StoreFullError`` when the
+    system refuses.
     """
     folders = folders_of(path)
     if engine is None or tables is None:
@@ -76,6 +77,9 @@ def open_store(
         own = identities.read_identity(folders[0])
         if len(folders) == 1:
             folders = recorded_folders(folders[0], own)
+        rows = folders[0] / own.engine
+        if not read_only and not rows.is_dir():  # a new one would hide that
+            raise StoreCorruptError(f"{rows} is missing, which has the rows; restore a copy")
         engine = own.engine if engine is None else engine
         tables = own.tables if tables is None else tables
     factory = get_engine(engine)
