@@ -212,6 +212,10 @@ OTHERS = $(filter-out %-torch-$(TORCH),$(wildcard $(VENV)/*-torch-*))
 PEERS := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
 ifneq ($(filter 2.11.%,$(TORCH)),)
 PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
+else ifneq ($(filter 2.12.%,$(TORCH)),)
+PEERS := fbgemm-gpu-cpu==1.7.0 torchrec==1.7.0 iopath portalocker
+else ifneq ($(filter 2.14.%,$(TORCH)),)
+PEERS := fbgemm-gpu-cpu==1.9.0 torchrec==1.9.2
 endif
 # Frameworks that tests train with, without the servers, hubs and the second copy of Lightning that they ask for.
 FRAMEWORKS := lightning==2.6.6 accelerate==1.15.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,3 +95,17 @@ def use_threads(count: int | None) -> None:
         return
     set_num_threads(count)  # refuses what torch would not survive
     torch.set_num_threads(count)
+
+
+@contextmanager
+def importing(package: str) -> Iterator[None]:
+    """Raise ConfigError where the body imports ``package``, torchrec or fbgemm-gpu, and that fails."""
+    import torch
+
+    try:
+        yield
+    except Exception as error:  # libraries for another torch fail with OSError
+        raise ConfigError(
+            f"the comparison needs {package}, which cannot be imported: {error}. Install the fbgemm-gpu-cpu "
+            f"and torchrec that go with torch {torch.__version__}; 1.8.0 of both goes with torch 2.13"
+        ) from error

@@ -17,13 +17,12 @@ from tierstore.cache.machine import check_machine
 from tierstore.cache.shares import budget, named_as_options
 from tierstore.cache.tiers.sizes import as_policy
 from tierstore.data import Batch, Dataset
-from tierstore.errors import ConfigError
 from tierstore.models import AUC, DLRM, DenseEmbeddingBags, DLRMTrain
 from tierstore.models.reference import RowWiseAdagrad
 from tierstore.optim import RowWiseAdagrad as FusedRowWiseAdagrad
 from tierstore.sparse import KeyedJaggedTensor, KeyedTensor
 
-from ._checks import check_memory
+from ._checks import check_memory, importing
 
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]  # as in tierstore train; the lower one ends with the dim
 EPS = 1e-8
@@ -91,12 +90,13 @@ class FbgemmBags(nn.Module):
 
     def __init__(self, setting: Setting, location: str = "HOST", device: str = "cpu", **more: Any) -> None:
         super().__init__()
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
+        with importing("fbgemm-gpu"):
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+                ComputeDevice,
+                SplitTableBatchedEmbeddingBagsCodegen,
+            )
 
         self._tables = setting.tables
         compute = ComputeDevice.CPU if location == "HOST" else ComputeDevice.CUDA
@@ -206,12 +206,7 @@ def _torch_dense(setting: Setting) -> System:
 
 
 def _fbgemm(setting: Setting) -> System:
-    try:
-        bags = FbgemmBags(setting)
-    except ImportError as error:
-        raise ConfigError(
-            f"system 'fbgemm' needs fbgemm-gpu: pip install 'tierstore[fbgemm]' ({error})"
-        ) from error
+    bags = FbgemmBags(setting)
     _load_initial_rows(bags, setting)
     return System(bags, setting)
 

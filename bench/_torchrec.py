@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
-from tierstore.errors import ConfigError
 from tierstore.planner import TableSpec
 
-
-@contextmanager
-def importing_torchrec() -> Iterator[None]:
-    """Raise ConfigError where the body imports torchrec and torchrec is not installed."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
+from ._checks import importing
 
 
 def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
     """Make torchrec's EmbeddingBagCollection of such tables, without memory; the planner's are summed."""
-    with importing_torchrec():
+    with importing("torchrec"):
         import torchrec
 
     configs = [
@@ -48,9 +39,9 @@ def sharded_by_torchrec(
     """Shard an EmbeddingBagCollection of torchrec with SGD over the CPUs of all ranks.
 
     The collection's input is torchrec's own KeyedJaggedTensor (:func:`as_theirs`). ``cuts`` maps torchrec's
-    module ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec is not installed.
+    module ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec cannot be imported.
     """
-    with importing_torchrec():
+    with importing("torchrec"):
         from torch.distributed.optim import _apply_optimizer_in_backward
         from torchrec.distributed import sharding_plan as plans
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -17,7 +17,7 @@ from tierstore import optim
 from tierstore.cache.device import HOST, Bags, LookupArgs, UpdateArgs, build_csr, make_batch
 from tierstore.row_format import TABLE_DTYPES, RowFormat
 
-from ._checks import check_memory, use_threads
+from ._checks import check_memory, importing, use_threads
 
 SUMMARY = "milliseconds of lookup and update per batch, beside fbgemm-gpu's and a copy of as many bytes"
 _BATCHES = 4
@@ -185,7 +185,7 @@ class Fbgemm:
     def __init__(self, args: argparse.Namespace, ids: list[np.ndarray], grad: Any) -> None:
         import torch
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), importing("fbgemm-gpu"):
             warnings.simplefilter("ignore")
             from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
             from fbgemm_gpu.split_embedding_configs import EmbOptimType

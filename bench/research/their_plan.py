@@ -36,11 +36,12 @@ def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None
 def their_plan(problem: Problem) -> dict[str, Any] | None:
     """Return torchrec's ParameterSharding by table name, or None where torchrec's planner finds no plan.
 
-    Raises ConfigError where torchrec is not installed.
+    Raises ConfigError where torchrec cannot be imported.
     """
-    from .._torchrec import collection_on_meta, importing_torchrec
+    from .._checks import importing
+    from .._torchrec import collection_on_meta
 
-    with importing_torchrec():
+    with importing("torchrec"):
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
         from torchrec.distributed.planner import ParameterConstraints as TheirConstraints

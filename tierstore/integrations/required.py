@@ -11,7 +11,7 @@ def need(package: str) -> None:
     """Raise MissingPackageError that says what to install if ``package`` cannot be imported."""
     try:
         import_module(package)
-    except ImportError as error:
+    except Exception as error:  # one that does not fit this torch may raise anything
         raise MissingPackageError(
             f"tierstore.integrations.{package} needs {package}, which cannot be imported: {error}. Install "
             f"it by `pip install {package}`; tierstore itself does not need it"

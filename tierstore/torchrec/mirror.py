@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
+
 from tierstore.errors import ConfigError, MissingPackageError
 from tierstore.torchrec.names import OURS, REFUSED
 
@@ -24,11 +26,11 @@ def install() -> ModuleType:
     """
     try:
         theirs = import_module(THEIRS)
-    except ImportError as error:
+    except Exception as error:  # fbgemm's libraries of another torch fail with OSError
         raise MissingPackageError(
             f"tierstore.torchrec has the names of an installed torchrec, which cannot be imported: {error}. "
-            "Install torchrec and fbgemm-gpu (or fbgemm-gpu-cpu) of the release that goes with this torch, "
-            "or use tierstore's own modules, which need neither"
+            "Install torchrec and fbgemm-gpu (or fbgemm-gpu-cpu) of the release that goes with torch "
+            f"{torch.__version__}, or use tierstore's own modules, which need neither"
         ) from error
     if not any(isinstance(finder, Mirror) for finder in sys.meta_path):
         sys.meta_path.append(Mirror())

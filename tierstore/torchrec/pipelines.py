@@ -25,8 +25,9 @@ class TrainPipelineSparseDist(PrefetchPipeline, train_pipelines.TrainPipeline[An
     ``execute_all_batches=False`` the last two batches of an iterator are not trained, as in torchrec.
 
     ``pipeline_postproc``, ``dmp_collection_sync_interval_batches``, ``enqueue_batch_after_forward``,
-    ``enable_inplace_copy_batch``, ``free_features_storage_early`` and ``clear_data_dist_inputs`` have no
-    effect; they change no result. ``apply_jit`` and another ``context_type`` raise ConfigError.
+    ``enable_inplace_copy_batch``, ``free_features_storage_early``, ``clear_data_dist_inputs`` and
+    ``async_inplace_copy`` (of torchrec 1.9) have no effect; they change no result. ``apply_jit`` and another
+    ``context_type`` raise ConfigError.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TrainPipelineSparseDist(PrefetchPipeline, train_pipelines.TrainPipeline[An
         enable_inplace_copy_batch: bool = False,
         free_features_storage_early: bool = False,
         clear_data_dist_inputs: bool = False,
+        async_inplace_copy: bool = False,
     ) -> None:
         if apply_jit:
             raise ConfigError(
