@@ -131,7 +131,8 @@ def empty_batches(lib: Any) -> Any:
     none = torch.tensor([])
     first = lib.KeyedJaggedTensor(["a"], none, lengths=none)
     second = lib.KeyedJaggedTensor(["b"], none, offsets=none)
-    flat = lib.KeyedJaggedTensor(KEYS, none, lengths=torch.tensor([[], []]), length_per_key=[0, 0])
+    lengths = torch.tensor([[], []]).int()
+    flat = lib.KeyedJaggedTensor(KEYS, none, lengths=lengths, length_per_key=[0, 0])
     nothing, like = lib.KeyedJaggedTensor.empty(), lib.KeyedJaggedTensor.empty_like(keyed(lib))
     differing = lib.KeyedJaggedTensor(["a"], none, lengths=none, stride_per_key_per_rank=[[]])
     return [
