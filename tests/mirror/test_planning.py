@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -120,7 +121,7 @@ RESERVATIONS: list[Callable[[], Any]] = [
     lambda: reservations.HeuristicalStorageReservation(percentage=0.5),
     lambda: reservations.FixedPercentageStorageReservation(0.5),
     lambda: reservations.FixedAbsoluteStorageReservation(8 * MIB),
-]
+][: 2 if torchrec.__version__ == "1.6.1" else 3]  # which has no third one
 
 
 @pytest.mark.parametrize("make", RESERVATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from inspect import signature
 from typing import Any
 
 from torchrec.distributed.planner import storage_reservations
@@ -74,8 +75,9 @@ class Topology(planner_types.Topology):
         if world_size % local:
             raise ConfigError(f"Topology: {world_size} ranks, {local} per host: one must divide the other")
         caps = {"hbm_cap": hbm_cap, "ddr_cap": ddr_cap, "ssd_cap": ssd_cap}
-        # torchrec warns of topologies that no factory of its own has made
-        more: dict[str, Any] = {**caps, **given, "created_by_factory": True}
+        more: dict[str, Any] = {**caps, **given}
+        if "created_by_factory" in signature(planner_types.Topology).parameters:
+            more["created_by_factory"] = True  # torchrec warns of topologies that no factory of its own made
         super().__init__(world_size, compute_device, local_world_size=local_world_size, **more)
         self.caps = caps
         """Bytes of one rank that the script gives; None for what it leaves out."""
@@ -100,7 +102,11 @@ class FixedPercentageStorageReservation(storage_reservations.FixedPercentageStor
         return None
 
 
-class FixedAbsoluteStorageReservation(storage_reservations.FixedAbsoluteStorageReservation):
+# torchrec 1.6 has none, and then the mirror has no such name either.
+_Absolute: Any = getattr(storage_reservations, "FixedAbsoluteStorageReservation", object)
+
+
+class FixedAbsoluteStorageReservation(_Absolute):
     """Leaves ``hbm_reserved_bytes`` of ``hbm`` to other things than rows."""
 
     def __init__(self, hbm_reserved_bytes: int) -> None:
