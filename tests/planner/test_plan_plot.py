@@ -70,13 +70,24 @@ def test_tables_and_tiers_are_named() -> None:
     assert "nothing is here" in texts(report_of(ssd="0", rows=1000))
 
 
+@pytest.mark.filterwarnings("error")
 def test_any_name_of_a_table_is_drawn() -> None:
     report = report_of()
-    names = ["_hidden", "of_$b_{", "$x^$", f"{'long_' * 20}end"]
+    names = ["_hidden", "of_$b_{", "$x^$", f"{'long_' * 20}end", "表"]
     for table, name in zip(reversed(report["tables"]), names, strict=False):
         table["name"] = name
     found = {text.strip() for text in texts(report)}
     assert {*names[:3], "long_long_long_…ng_long_long_end"} <= found
+
+
+def test_tables_are_not_mistaken_for_what_is_beside_them() -> None:
+    report = report_of()
+    report["tables"][0]["name"], report["tables"][-1]["name"] = "beside tables", "3 others"
+    expected = [sizes.tolist() for sizes in stacks_of(report_of(), "ssd").values()]
+    stacks = stacks_of(report, "ssd")
+    assert [sizes.tolist() for sizes in stacks.values()] == expected
+    assert [*stacks][:2] == ["beside tables", "3 others"]
+    assert [name.strip() for name in stacks][-2:] == ["3 others", "beside tables"]
 
 
 def test_the_axis_of_a_single_rank_has_whole_numbers() -> None:

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         more = f" in the stores of {commits} ranks"
     else:
         commits = _compact_store(args)
-        more = f"; {commits - 1} older commits keep what they need" if commits > 1 else ""
+        many = f"{commits - 1} older commits keep what they need"
+        more = f"; {'an older commit keeps what it needs' if commits == 2 else many}" if commits > 1 else ""
     after = _file_bytes(args, sharded_folder)
     if args.json:
         print_json(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def drawn(report: Mapping[str, Any], form: str) -> bytes:
     from matplotlib import pyplot, rc_context
 
     file = io.BytesIO()
-    with rc_context({"text.parse_math": False}):  # a table may have dollars in its name
+    # A table's name may have dollars, and characters that the font has not: these are drawn as boxes.
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = pyplot.figure(figsize=(12, 8.5), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=[1.1, 1])
         upper, lower = parts
@@ -60,7 +63,7 @@ def drawn(report: Mapping[str, Any], form: str) -> bytes:
 
 def stacks_of(report: Mapping[str, Any], tier: str) -> dict[str, np.ndarray]:
     """Return the bytes of the largest tables in a tier, float64 (ranks,), by name and largest first; those of
-    the other tables as "N others", and what is no table's as "beside tables"."""
+    the other tables as "N others", and at last what is no table's as "beside tables"."""
     ranks, hosts = report["ranks"], report["hosts"]
     found: dict[str, np.ndarray] = {}
     totals: dict[str, int] = {}
@@ -72,7 +75,8 @@ def stacks_of(report: Mapping[str, Any], tier: str) -> dict[str, np.ndarray]:
     names = sorted(found, key=lambda name: -totals[name])
     stacks = {name: found[name] for name in names[:_NAMED_TABLES]}
     if rest := names[_NAMED_TABLES:]:
-        stacks[f"{len(rest)} others"] = np.sum([found[name] for name in rest], axis=0)
+        others = f"{len(rest)} other{'s' if len(rest) > 1 else ''}"
+        stacks[_unlike(stacks, others)] = np.sum([found[name] for name in rest], axis=0)
     if tier == "hbm":
         used = np.array([rank["hbm_bytes"] for rank in ranks], float)
     else:
@@ -80,8 +84,15 @@ def stacks_of(report: Mapping[str, Any], tier: str) -> dict[str, np.ndarray]:
         tables = np.sum(list(found.values()), axis=0).reshape(len(hosts), per_host)
         beside = np.array([host[f"{memory}_bytes"] for host in hosts]) - tables.sum(axis=1)
         used = (tables + beside[:, None] / per_host).ravel()
-    stacks["beside tables"] = np.maximum(used - np.sum(list(found.values()), axis=0), 0)
+    stacks[_unlike(stacks, "beside tables")] = np.maximum(used - np.sum(list(found.values()), axis=0), 0)
     return stacks
+
+
+def _unlike(stacks: Mapping[str, np.ndarray], name: str) -> str:
+    """Return ``name``, with spaces behind it where a table has that name."""
+    while name in stacks:
+        name += " "
+    return name
 
 
 def _draw_tier(axes: Any, report: Mapping[str, Any], tier: str) -> None:
@@ -92,7 +103,7 @@ def _draw_tier(axes: Any, report: Mapping[str, Any], tier: str) -> None:
     unit, name = _unit(float(np.sum(list(stacks.values()), axis=0).max()))
     colors, bottom = colormaps["tab10"], np.zeros(len(ranks))
     for number, (table, sizes) in enumerate(stacks.items()):
-        beside = table == "beside tables"
+        beside = number == len(stacks) - 1
         color = _BESIDE if beside else _OTHERS if number >= _NAMED_TABLES else colors(number)
         look = {"hatch": "//", "edgecolor": "gray", "linewidth": 0} if beside else {}
         axes.bar(ranks, sizes / unit, 0.85, bottom / unit, label=_label(table), color=color, **look)
