@@ -50,8 +50,8 @@ class Turn:
 class Trainee:
     """A system in training on ``batches``. Each turn goes on where the last turn has ended.
 
-    A tiered system has one prefetch for all its turns, as a training has. It computes with
-    ``threads`` threads.
+    A tiered system has one prefetch for all its turns, as a training has. torch and tierstore compute with
+    ``threads`` threads while the system trains.
     """
 
     def __init__(

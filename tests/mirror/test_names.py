@@ -28,7 +28,7 @@ def theirs_of(home: str) -> Any:
 
 
 _MINOR = int(torchrec.__version__.split(".")[1])
-OURS_HERE = [home for home in OURS if _MINOR >= 8 or "FixedAbsolute" not in home]
+OURS_HERE = [home for home in OURS if _MINOR >= 7 or "FixedAbsolute" not in home]
 """Names of the installed torchrec: 1.6 has no FixedAbsoluteStorageReservation."""
 
 

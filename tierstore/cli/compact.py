@@ -40,8 +40,10 @@ def run(args: argparse.Namespace) -> int:
         more = f" in the stores of {commits} ranks"
     else:
         commits = _compact_store(args)
-        many = f"{commits - 1} older commits keep what they need"
-        more = f"; {'an older commit keeps what it needs' if commits == 2 else many}" if commits > 1 else ""
+        older = commits - 1
+        many = f"{older} older commits keep what they need"
+        said = "an older commit keeps what it needs" if older == 1 else many
+        more = f"; {said}" if older > 0 else ""
     after = _file_bytes(args, sharded_folder)
     if args.json:
         print_json(
