@@ -84,7 +84,6 @@ def test_the_cache_is_the_users(chosen: bool, tmp_path: Path, monkeypatch: pytes
 
 def test_the_core_is_copied_and_not_compiled(tmp_path: Path) -> None:
     """As `pip install --editable` does, by setup.py."""
-    pytest.importorskip("pybind11")
     brought = tmp_path / "_core.so"
     brought.write_bytes(b"a core")
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path / "built")]
