@@ -191,7 +191,7 @@ def test_a_store_whose_rows_are_gone_does_not_become_an_empty_one(folder, tmp_pa
     for command in (["compact"], ["commits", "--drop", "best"]):
         code, output, errors = run(capsys, command[0], folder, *command[1:])
         assert (code, output) == (2, "")
-        assert f"{folder / 'native'} is missing, which has the rows; restore a copy" in errors
+        assert f"{folder / 'native'} is missing, which had the rows; restore a copy" in errors
     assert run(capsys, "verify", folder)[0] == 1
     assert run(capsys, "export", folder, tmp_path / "copy")[0] == 2
     assert sorted(os.listdir(folder)) == ["LOCK", "TIERSTORE.json"]

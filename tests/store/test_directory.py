@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from tierstore.errors import (
     StoreMismatchError,
 )
 from tierstore.store import files, open_store, read_identity, register_engine, registry, verify
+from tierstore.store.identity import write_identity
 
 
 def test_new_directory_with_missing_parents(tmp_path):
@@ -264,3 +267,57 @@ def test_store_path_itself_may_be_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with open_memory(tmp_path / "link") as store:
         assert stored_ids(store, 1) == list(range(10))
+
+
+def opened_twice(path: Path, engine: str) -> None:
+    """Make a store of ten rows. The engine ``memory`` has files only after its first commit."""
+    with open_store(path, engine, TABLES, CAP) as store:
+        put(store, 1, range(10))
+        store.commit()
+    open_store(path, engine, TABLES, CAP).close()
+
+
+@pytest.mark.parametrize("left", ["no folder", "an empty folder"])
+def test_a_store_whose_files_are_gone_is_not_begun_anew(tmp_path, engine, left):
+    opened_twice(tmp_path, engine)
+    shutil.rmtree(tmp_path / engine)
+    if left == "an empty folder":
+        (tmp_path / engine).mkdir()
+    what = "missing" if left == "no folder" else "empty"
+    before = sorted(tmp_path.rglob("*"))
+    for read_only in (False, True):
+        with pytest.raises(
+            StoreCorruptError, match=f"{engine} is {what}, which had the rows; restore a copy"
+        ):
+            open_store(tmp_path, engine, TABLES, CAP, read_only=read_only)
+    report = verify(tmp_path)
+    assert not report.ok
+    assert [damage.lost for damage in report.damage] == [True]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("made", ["no folder", "an empty folder"])
+def test_a_creation_that_was_cut_short_is_made_again(tmp_path, engine, made):
+    opened_twice(tmp_path, engine)
+    identity = read_identity(tmp_path)
+    shutil.rmtree(tmp_path / engine)
+    write_identity(tmp_path, replace(identity, opened=False))  # as it is before the engine's first opening
+    if made == "an empty folder":
+        (tmp_path / engine).mkdir()
+    with open_store(tmp_path, engine, TABLES, CAP) as store:
+        put(store, 1, range(10))
+        store.commit()
+    with open_store(tmp_path, engine, TABLES, CAP) as store:
+        assert_holds(store, 1, range(10))
+    assert read_identity(tmp_path) == identity
+
+
+def test_an_older_store_is_known_to_have_files_once_it_is_opened_for_writing(tmp_path, engine):
+    opened_twice(tmp_path, engine)
+    identity = read_identity(tmp_path)
+    assert identity.opened
+    write_identity(tmp_path, replace(identity, opened=False))
+    open_store(tmp_path, engine, TABLES, CAP, read_only=True).close()
+    assert not read_identity(tmp_path).opened
+    open_store(tmp_path, engine, TABLES, CAP).close()
+    assert read_identity(tmp_path) == identity

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,9 +78,9 @@ def open_store(
         own = identities.read_identity(folders[0])
         if len(folders) == 1:
             folders = recorded_folders(folders[0], own)
-        rows = folders[0] / own.engine
-        if not read_only and not rows.is_dir():  # a new one would hide that
-            raise StoreCorruptError(f"{rows} is missing, which has the rows; restore a copy")
+        if not (folders[0] / own.engine).is_dir():
+            own = replace(own, opened=True)  # whoever makes a store knows its tables
+        identities.check_has_rows(folders[0], own)
         engine = own.engine if engine is None else engine
         tables = own.tables if tables is None else tables
     factory = get_engine(engine)
@@ -102,6 +103,7 @@ def open_store(
         further.lock(undo)
         found = _recognise(folder, wanted)
         further.check(found)
+        identities.check_has_rows(folder, found)
         lock.sign()
         if found is None:
             undo.callback(_remove_new, folder, engine, lock)
@@ -110,7 +112,9 @@ def open_store(
             _engine_folder(own_folder.parent, engine)
         inner = factory(_engine_folder(folder, engine), wanted.tables, options)
         undo.callback(inner.close)
-        if found != wanted and (found is not None or folders[1:]):
+        wanted = replace(wanted, opened=identities.has_files(folder / engine))
+        if found != wanted:
+            sync_directory(folder / engine)
             identities.write_identity(folder, wanted)
         undo.pop_all()
     locks = FolderLocks([lock, *further.locks])
@@ -126,9 +130,10 @@ def _with_devices(
 ) -> StoreIdentity:
     """Make the further folders the store's; return the identity to write when the engine has opened."""
     own = further.owner(found)
-    before = StoreIdentity(wanted.engine, wanted.tables if found is None else found.tables, devices=own)
+    tables, opened = (wanted.tables, False) if found is None else (found.tables, found.opened)
     if found is None or (own and not found.devices):
-        identities.write_identity(folder, before)  # the further folders are about to name this store
+        # the further folders are about to name this store
+        identities.write_identity(folder, StoreIdentity(wanted.engine, tables, devices=own, opened=opened))
     return StoreIdentity(wanted.engine, wanted.tables, devices=further.join(own, undo))
 
 
@@ -141,6 +146,7 @@ def _open_read_only(
         found = identities.read_identity(folder)
         identities.check(folder, found, wanted)
         further.check(found, read_only=True)
+        identities.check_has_rows(folder, found)
         further.share_locks(undo)
         own = folder / wanted.engine
         for place in (own, *further.engine_folders):

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
-from tierstore.store.files import json_with_checksum, parse_json, read_regular, write_atomically
+from tierstore.store.files import json_with_checksum, parse_json, read_regular, walk_files, write_atomically
 from tierstore.store.protocol import StoredTable
 
 FILE_NAME = "TIERSTORE.json"
 DEVICE_FILE = "TIERSTORE-DEVICE.json"
+"""In the further folders of a store (:mod:`tierstore.store.devices`)."""
 _OF_RANKS = "COMMIT.json"
 """What the folder of a sharded training has in its place."""
-"""In the further folders of a store (:mod:`tierstore.store.devices`)."""
 FORMAT = 3
 """The newest format that is read here. Format 1 has no dtypes of rows: they are float32. Formats 1 and 2 have
 no list of devices."""
@@ -47,6 +47,9 @@ class StoreIdentity:
     """0: the oldest format that can describe the tables and devices."""
     devices: tuple[StoredDevice, ...] = ()
     """The first is the folder of this file; none: the store never had another one."""
+    opened: bool = False
+    """Whether the engine has been opened for writing: its folder has files since. False in older stores,
+    too, until they are opened for writing."""
 
     def __post_init__(self) -> None:
         if not self.format:
@@ -97,6 +100,7 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
         "engine": identity.engine,
         "tables": [spec.to_dict() for spec in identity.tables],
         **({"devices": [asdict(device) for device in identity.devices]} if identity.devices else {}),
+        **({"opened": True} if identity.opened else {}),
     }
     data = json_with_checksum(content)
     if len(data) > _MAX_BYTES:
@@ -105,6 +109,22 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
             f"has room for {_MAX_BYTES}; give shorter names, or divide the tables among several stores"
         )
     write_atomically(path / FILE_NAME, [data])
+
+
+def has_files(folder: Path) -> bool:
+    """Return whether ``folder`` is there, and has files."""
+    return folder.is_dir() and next(walk_files(folder), None) is not None
+
+
+def check_has_rows(path: Path, found: StoreIdentity | None) -> None:
+    """Raise ``StoreCorruptError`` where the folder of the engine, which had files, has none any more: a new,
+    empty one would hide that."""
+    if found is None or not found.opened:  # its creation may have been cut short
+        return
+    rows = path / found.engine
+    if not has_files(rows):
+        what = "is empty" if rows.is_dir() else "is missing"
+        raise StoreCorruptError(f"{rows} {what}, which had the rows; restore a copy, or give another path")
 
 
 def plain(tables: Sequence[StoredTable]) -> tuple[StoredTable, ...]:
@@ -178,9 +198,11 @@ def parse_tables(file: Path, content: Any) -> StoreIdentity:
     need(isinstance(tables, list), "tables is not a list")
     devices = _parse_devices(content.get("devices")) if version >= 3 else ()
     need(devices is not None, "devices is not a list of devices, each with an id and a path")
+    opened = content.get("opened", False)
+    need(isinstance(opened, bool), f"opened is {opened!r}, which is neither true nor false")
     try:
         parsed = plain([_parse_table(file, table) for table in tables])
-        return StoreIdentity(engine, parsed, version, devices or ())
+        return StoreIdentity(engine, parsed, version, devices or (), opened)
     except ConfigError as error:
         raise StoreCorruptError(f"{file} is damaged: {error}") from error
 

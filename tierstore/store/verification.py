@@ -22,7 +22,7 @@ from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.devices import FurtherFolders, folders_of, recorded_folders
 from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import JSON, store_errors, walk_files
-from tierstore.store.identity import StoreIdentity, read_identity
+from tierstore.store.identity import StoreIdentity, check_has_rows, read_identity
 from tierstore.store.lock import lock_for_reading
 from tierstore.store.native import files_of
 from tierstore.store.protocol import CommitInfo, StoredTable
@@ -126,6 +126,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
         further.check(identity, read_only=True)
         further.share_locks(undo)
         try:
+            check_has_rows(folder, identity)
             for place in (own, *further.engine_folders):
                 check_no_links(place)
                 _check_readable(place)
