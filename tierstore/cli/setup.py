@@ -54,7 +54,7 @@ def finish_imports(policy: AnyPolicy = "lookahead") -> None:
     torch imports 70 MiB when the first optimizer is made. The compiler of the policies takes 60 MiB. Its
     first compilation takes 70 MiB more: that of ``policy``, which training needs wherever rows are evicted.
     """
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.0)
     as_policy(policy).compile(1)
 
 

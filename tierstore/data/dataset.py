@@ -119,7 +119,7 @@ def ones(count: int) -> Tensor:
     """Return ones, int64 (count,), that batches share, since a window keeps many batches. Nobody may change
     them."""
     with torch.inference_mode(False):  # training uses the same tensor
-        return torch.ones(count, dtype=torch.int64)
+        return torch.ones(count, dtype=torch.int64, device="cpu")
 
 
 def one_id_per_table(

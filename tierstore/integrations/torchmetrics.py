@@ -64,8 +64,9 @@ class LogLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        zero = torch.zeros((), dtype=torch.float64, device=torch.get_default_device())
         for name in ("loss", "positives", "examples"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, zero.clone(), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         """Add examples. Raises InputError for values that are no probabilities, or no labels."""
@@ -121,7 +122,7 @@ class GroupedAUC(Metric):
 
     def compute(self) -> Tensor:
         if not len(self.preds):
-            return torch.tensor(torch.nan)
+            return torch.tensor(torch.nan, device=self.device)
         preds, target, indexes = map(_joined, (self.preds, self.target, self.indexes))
         order = indexes.argsort(stable=True)
         _, counts = indexes.unique(return_counts=True)
@@ -132,7 +133,7 @@ class GroupedAUC(Metric):
             if 0 < positives < len(labels):
                 total += float(binary_auroc(scores, labels, validate_args=False)) * len(labels)
                 examples += len(labels)
-        return torch.tensor(total / examples if examples else torch.nan)
+        return torch.tensor(total / examples if examples else torch.nan, device=self.device)
 
 
 def _joined(state: list[Tensor] | Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class DenseEmbeddingBags(nn.Module):
 
 
 def _initial(config: EmbeddingBagConfig, device: torch.device | None) -> Tensor:
-    weight = torch.empty(config.num_embeddings, config.embedding_dim, device=device)
+    weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=torch.float32, device=device)
     kind, first, second = config.init_rule()
     if kind == "uniform":
         return nn.init.uniform_(weight, first, second)

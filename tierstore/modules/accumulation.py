@@ -201,7 +201,9 @@ class Accumulation(AppliedOptimizer):
 
 def _shown_by(module: TieredModule) -> Tensor:
     device = torch.device(module.engine.device_name)
-    return torch.zeros(2, device="cpu" if device.type == "meta" else device).requires_grad_()
+    return torch.zeros(
+        2, dtype=torch.float32, device="cpu" if device.type == "meta" else device
+    ).requires_grad_()
 
 
 def _copied(gradients: Gradients) -> Gradients:

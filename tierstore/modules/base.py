@@ -76,7 +76,7 @@ class TieredModule(TrainedTables, nn.Module):
         self.adopted = []
         self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
-        self.anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         """This is no parameter: it only makes autograd call the backward functions."""
         self.handle = MODULES.add(self, names)
         """The name by which graphs find this module."""
@@ -262,7 +262,10 @@ class TieredModule(TrainedTables, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Refuse to move to another device: the rows stay where the tables were opened."""
         own = torch.device(self.engine.device_name)
-        if not self.engine.on_meta and (moved := fn(torch.empty(0, device=own)).device) != own:
+        if (
+            not self.engine.on_meta
+            and (moved := fn(torch.empty(0, dtype=torch.float32, device=own)).device) != own
+        ):
             raise ConfigError(
                 f"the rows of tables {', '.join(self.table_names())} are on {own}, where they were opened, "
                 f"and cannot be moved to {moved}. Build the module with device={str(moved)!r} (move a model "

@@ -100,7 +100,9 @@ class SingleTable(HasWeight, TieredModule):
 
     def _clear_padding_row(self) -> None:
         if self.padding_idx is not None:
-            self.load_rows(torch.tensor([self.padding_idx]), torch.zeros(1, self.embedding_dim))
+            self.load_rows(
+                [self.padding_idx], torch.zeros(1, self.embedding_dim, dtype=torch.float32, device="cpu")
+            )
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -111,7 +113,7 @@ class SingleTable(HasWeight, TieredModule):
     def _find_padding_row(self) -> None:
         """Keep the row that padding ids yield, since these ids are not looked up; None stands for zeros."""
         if self.padding_idx is not None:
-            row = self.rows(torch.tensor([self.padding_idx]))[0]
+            row = self.rows([self.padding_idx])[0]
             self._padding_row = row.to(self.engine.device_name) if row.any() else None
 
     def load_rows(

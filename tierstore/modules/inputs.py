@@ -70,7 +70,7 @@ def checked_ids(name: str, ids: Tensor, device: str = "cpu", *, warns: bool = Tr
         _check_gpu(name, ids, device, warns)
         ids = ids.cpu()
     if not ids.numel():
-        return torch.empty(ids.shape, dtype=torch.int64)
+        return torch.empty(ids.shape, dtype=torch.int64, device="cpu")
     if ids.dtype not in _DTYPES:
         raise InputError(f"{name} must be int64 or int32, got {ids.dtype}")
     return in_memory(name, ids)

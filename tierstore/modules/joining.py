@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -132,8 +133,8 @@ def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Te
     if all(weights is None for weights in found):
         return None
     sizes = [len(one.lookup.parts[index].batch.device_inverse) for one in passes]
-    device = passes[0].lookup.parts[index].device
-    whole = [torch.ones(n, device=device) if w is None else w for w, n in zip(found, sizes, strict=True)]
+    ones = partial(torch.ones, dtype=torch.float32, device=passes[0].lookup.parts[index].device)
+    whole = [ones(n) if w is None else w for w, n in zip(found, sizes, strict=True)]
     return torch.cat([whole[p.number][p.positions] for p in pieces])
 
 

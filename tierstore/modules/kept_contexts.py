@@ -62,7 +62,7 @@ _kept: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 def kept_tensor(context: TracedContext | None) -> Tensor:
     """Return a tensor, int64 (1,), with which ``context`` lives and ends."""
     if context is None:
-        return torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64, device="cpu")
     number = next(_numbers)
     memory = np.array([number], np.int64).view(_Memory)
     memory.context = context

@@ -127,7 +127,7 @@ def _described(features: PooledFeatures, keyed: KeyedJaggedTensor) -> Tensor:
     counts = [bags[key] for key in features.keys_of(keyed)]
     features.check_counts(keyed, counts)
     examples = keyed.stride() if features.expands(keyed) else counts[0]
-    return torch.empty(examples, sum(features.dims), device="meta")
+    return torch.empty(examples, sum(features.dims), dtype=torch.float32, device="meta")
 
 
 class LocalRows(_Local):
@@ -150,7 +150,9 @@ class LocalRows(_Local):
         if self._engine.on_meta and keyed.values().is_meta:
             counts, own = keyed.length_per_key(), self.features
             pairs = zip(own.keys_of(keyed), own.dims, strict=True)
-            described = [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
+            described = [
+                torch.empty(counts[key], dim, dtype=torch.float32, device="meta") for key, dim in pairs
+            ]
             return lambda: described
         lookup = module.find_lookup(keyed)
         assert isinstance(lookup, FeatureLookup)

@@ -60,14 +60,16 @@ class OptimizerStates:
         return {key: self._of(key, view, num_updates) for key, view in self._views().items()}
 
     def _of(self, key: str, view: HasWeight, num_updates: int) -> dict[str, Tensor]:
-        state = {f"{view.name}.step": torch.tensor(float(num_updates))}
+        state = {f"{view.name}.step": torch.tensor(float(num_updates), dtype=torch.float32, device="cpu")}
         shapes = self._shapes(view)
         if shapes and is_large(view.table):
             name = f"{view.name}.{LEFT_OUT}"
             return state | {name: mark(view.rows_version(), view.table, f"{key}'s {name}")}
-        parts = {name: torch.empty(shape) for name, shape in shapes.items()}
+        parts = {
+            name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()
+        }
         for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
-            for name, values in view.optimizer_rows(torch.arange(begin, end)).items():
+            for name, values in view.optimizer_rows(torch.arange(begin, end, device="cpu")).items():
                 parts[name][begin:end] = values
         return state | {f"{view.name}.{name}": values for name, values in parts.items()}
 
@@ -116,5 +118,5 @@ class OptimizerStates:
     @staticmethod
     def _write(view: HasWeight, parts: Mapping[str, Tensor]) -> None:
         for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
-            ids = torch.arange(begin, end)
+            ids = torch.arange(begin, end, device="cpu")
             view.load_rows(ids, view.rows(ids), {name: value[begin:end] for name, value in parts.items()})

@@ -95,7 +95,7 @@ class TableWeight:
     def __setitem__(self, ids: object, rows: object) -> None:
         """Write rows; one row is written to all ids."""
         chosen = self._ids([range(len(self))[ids]] if isinstance(ids, int) else ids)
-        values = torch.as_tensor(rows, dtype=self.dtype).detach().cpu()
+        values = torch.as_tensor(rows, dtype=self.dtype, device="cpu").detach()
         self._holder.load_rows(chosen, values.expand(len(chosen), self.shape[1]))
 
     def copy_(self, rows: object) -> TableWeight:
@@ -110,7 +110,7 @@ class TableWeight:
                 f"table {self._holder.table.name!r} is too large for one tensor ({len(self):,} rows); read "
                 "some of them by weight[ids] or rows(ids)"
             )
-        return self._rows(torch.arange(len(self)))
+        return self._rows(torch.arange(len(self), device="cpu"))
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -135,8 +135,8 @@ class TableWeight:
 
     def _ids(self, ids: object) -> Tensor:
         if isinstance(ids, slice):
-            return torch.arange(*ids.indices(len(self)))
-        return torch.as_tensor(ids).detach().cpu()
+            return torch.arange(*ids.indices(len(self)), device="cpu")
+        return torch.as_tensor(ids, device="cpu").detach()
 
     def _rows(self, ids: object) -> Tensor:
         return self._holder.rows(ids).to(self.device)

@@ -171,9 +171,9 @@ def save_table(module: HasWeight, table: Table, destination: dict[str, Tensor], 
     if is_large(table):
         destination[key] = mark(module.rows_version(), table, key)
         return
-    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=module.dtype)
+    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=module.dtype, device="cpu")
     for begin, end in id_ranges(0, table.num_embeddings):
-        weight[begin:end] = module.rows(torch.arange(begin, end))
+        weight[begin:end] = module.rows(torch.arange(begin, end, device="cpu"))
     destination[key] = weight
 
 
@@ -186,7 +186,7 @@ def load_table(module: HasWeight, table: Table, weight: Tensor, key: str) -> Non
     if tuple(weight.shape) != shape:
         raise InputError(f"size mismatch for {key}: got {tuple(weight.shape)}, the table has {shape}")
     for begin, end in id_ranges(0, shape[0]):
-        module.load_rows(torch.arange(begin, end), weight[begin:end])
+        module.load_rows(torch.arange(begin, end, device="cpu"), weight[begin:end])
 
 
 class ThreadFlag(threading.local):
@@ -245,7 +245,7 @@ class HasWeight(nn.Module):
 
         The parameter says whether the table is trained, and it shows what code does to all parameters of a
         model: freezing, wrapping, applying optimizers. No state dict has it."""
-        empty = torch.empty(0, self.table.embedding_dim, device=device)
+        empty = torch.empty(0, self.table.embedding_dim, dtype=torch.float32, device=device)
         parameter = nn.Parameter(empty, requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
         return ShownParameter(self, parameter)

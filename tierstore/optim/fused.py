@@ -78,7 +78,8 @@ class FusedOptimizer(AppliedOptimizer):
         """By group, the hyperparameters of the last step, if they cannot change in place, and their checked
         values."""
         shown: list[dict[str, Any]] = [
-            {"params": [torch.empty(0)], **group.spec.hyperparameters()} for group in self.groups
+            {"params": [torch.empty(0, dtype=torch.float32, device="cpu")], **group.spec.hyperparameters()}
+            for group in self.groups
         ]
         shown[0]["params"] = list(parameters) or shown[0]["params"]
         if len(shown) > 1:

@@ -47,7 +47,8 @@ def _cover(whole: _View, parts: frozenset[_View]) -> bool:
     if whole in parts:
         return True
     first = min(place for _, _, place in (whole, *parts))
-    marks = torch.zeros(max(_last(view) for view in (whole, *parts)) - first + 1, dtype=torch.bool)
+    size = max(_last(view) for view in (whole, *parts)) - first + 1
+    marks = torch.zeros(size, dtype=torch.bool, device="cpu")
     for shape, strides, place in parts:
         marks.as_strided(shape, strides, place - first).fill_(True)
     shape, strides, place = whole

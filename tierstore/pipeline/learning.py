@@ -208,7 +208,7 @@ def _recipe(
         )
 
     # Keep no tensor of the first batch alive.
-    hollow = torch.empty(0)
+    hollow = torch.empty(0, dtype=torch.float32, device="cpu")
     constants = (
         tuple(hollow if _holds_memory(value) else value for value in args),
         {name: hollow if _holds_memory(value) else value for name, value in kwargs.items()},

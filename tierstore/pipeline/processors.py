@@ -35,7 +35,7 @@ def share_processors() -> None:
     """
     threads = torch.get_num_threads()
     if threads > 1:
-        torch.zeros(2 * threads * _GRAIN, dtype=torch.uint8).add_(1)
+        torch.zeros(2 * threads * _GRAIN, dtype=torch.uint8, device="cpu").add_(1)
 
 
 class Sharing:

@@ -58,7 +58,7 @@ class WireMemory:
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
-        self._on_gpu = None if device == CPU else torch.empty(0, device=device)
+        self._on_gpu = None if device == CPU else torch.empty(0, dtype=torch.float32, device=device)
         self._held: dict[tuple[str, torch.dtype], Buffer] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -153,7 +153,7 @@ class ShardingEnv:
     def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
         """Send ``given[r]`` (float32, 1-D) to each rank r and return ``sizes[r]`` floats from it. Ranks
         with nothing to send exchange no message, so only the ranks concerned take part."""
-        arrived = {rank: torch.empty(size) for rank, size in sizes.items()}
+        arrived = {rank: torch.empty(size, dtype=torch.float32, device="cpu") for rank, size in sizes.items()}
         peers = dist.get_process_group_ranks(self.outputs)
         with self.peers.reached():
             works = [dist.irecv(to, peers[rank], self.outputs) for rank, to in arrived.items() if len(to)]
@@ -168,7 +168,7 @@ class ShardingEnv:
 
     def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
         """Begin to collect a tensor of the same shape from every rank: (ranks, *shape)."""
-        everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
+        everyone = tensor.new_empty((self.world_size, *tensor.shape))
         with self.peers.reached():
             awaited = self.peers.begin(SIZES if group is self.inputs else AGREEMENTS)
             work = dist.all_gather(list(everyone), tensor, group=group or self.outputs, async_op=True)
@@ -177,9 +177,9 @@ class ShardingEnv:
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
         """Return the objects of all ranks, by rank. All ranks call it."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        pending, sizes = self.gather(torch.tensor(len(pickled)), group)
+        pending, sizes = self.gather(torch.tensor(len(pickled), device="cpu"), group)
         pending.wait()
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: len(pickled)] = pickled
         pending, everyone = self.gather(padded, group)
         pending.wait()
@@ -191,10 +191,10 @@ class ShardingEnv:
     def broadcast_objects(self, values: list[Any]) -> None:
         """Replace ``values`` by the values of rank 0. All ranks call it."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-        size = torch.tensor(len(pickled))
+        size = torch.tensor(len(pickled), device="cpu")
         self._broadcast(size)
         if self.rank:
-            pickled = torch.empty(int(size), dtype=torch.uint8)
+            pickled = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._broadcast(pickled)
         if self.rank:
             values[:] = pickle.loads(pickled.numpy().tobytes())
@@ -236,7 +236,7 @@ class ShardingEnv:
 
     def share_error(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raise ``kind`` on every rank if any rank has an error. All ranks call it."""
-        failed = torch.tensor([int(error is not None)])
+        failed = torch.tensor([int(error is not None)], device="cpu")
         self._reduce(failed, dist.ReduceOp.MAX, self.outputs)
         if failed.item():
             self.raise_shared(error, self.outputs, kind)
@@ -263,7 +263,8 @@ class ShardingEnv:
         except Exception as raised:  # the other ranks must not wait
             error = raised
         # 0: no error, 1: a full store, 2: another error
-        worst = torch.tensor([0 if error is None else 1 if isinstance(error, StoreFullError) else 2])
+        what = 0 if error is None else 1 if isinstance(error, StoreFullError) else 2
+        worst = torch.tensor([what], device="cpu")
         self._reduce(worst, dist.ReduceOp.MAX, self.outputs)
         if worst.item():
             try:
@@ -307,13 +308,13 @@ class ShardingEnv:
 
     def min_over_ranks(self, value: int) -> int:
         """Return the smallest ``value`` of any rank. All ranks call it."""
-        smallest = torch.tensor([value])
+        smallest = torch.tensor([value], device="cpu")
         self._reduce(smallest, dist.ReduceOp.MIN, self.inputs)
         return int(smallest.item())
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return each of ``values`` summed over the ranks, in float64. All ranks call it."""
-        sums = torch.tensor(values, dtype=torch.float64)
+        sums = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._reduce(sums, dist.ReduceOp.SUM, self.outputs)
         return [float(value) for value in sums]
 

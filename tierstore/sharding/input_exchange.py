@@ -129,7 +129,7 @@ class InputExchange:
         """Return the state of this rank's batch, whether it is looked up ahead, how often this rank has
         exchanged rows or gradients, its bags by feature, and its ids by rank."""
         features = len(self._routing.features)
-        meta = torch.zeros(_HEAD + features + self._env.world_size, dtype=torch.int64)
+        meta = torch.zeros(_HEAD + features + self._env.world_size, dtype=torch.int64, device="cpu")
         begun = self._env.peers.progress.begun
         passes = begun.get(VECTORS, 0) + begun.get(GRADIENTS, 0)
         meta[0], meta[1], meta[2] = batch.state, batch.ahead, passes
@@ -202,8 +202,9 @@ class InputExchange:
             ids + sum(len(p.lengths) for p in pieces)
             for ids, pieces in zip(self._leaving, self.sent, strict=True)
         ]
-        outgoing = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=self._dtype)
-        self._incoming = torch.empty(int(self._sizes.sum()), dtype=self._dtype)
+        nothing = torch.empty(0, dtype=self._dtype, device="cpu")
+        outgoing = torch.from_numpy(np.concatenate(parts)) if parts else nothing
+        self._incoming = nothing.new_empty(int(self._sizes.sum()))
         self._pending = self._env.all_to_all(self._incoming, outgoing, self._sizes.tolist(), leaving, IDS)
 
     def receive(self) -> list[list[Arrived]]:

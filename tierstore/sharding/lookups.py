@@ -56,7 +56,7 @@ class NoRows(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, module: TieredModule, lookup: ShardedLookup) -> Tensor:
         ctx.module, ctx.lookup = module, lookup
         ctx.save_for_backward(anchor)  # a second backward pass then fails here as it does on other ranks
-        return torch.empty(0, device=module.engine.device_name)
+        return torch.empty(0, dtype=torch.float32, device=module.engine.device_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -236,7 +236,7 @@ class ExchangedLookups:
         ]
         if module.trains and not lookup.parts:
             ordered.append(NoRows.apply(module.anchor, module, lookup))
-        return torch.cat(ordered) if ordered else torch.empty(0, device=self.device)
+        return torch.cat(ordered) if ordered else torch.empty(0, dtype=torch.float32, device=self.device)
 
 
 class ExchangedRows(ExchangedLookups):

@@ -45,7 +45,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             for table in collection.configs:
                 keys.append(f"{prefix}{collection.views_name}.{table.name}.weight")
                 shape = (table.num_embeddings, table.embedding_dim)
-                self.params[keys[-1]] = torch.empty(shape, device="meta")
+                self.params[keys[-1]] = torch.empty(shape, dtype=torch.float32, device="meta")
                 self._tables[keys[-1]] = (collection, table)
             key_of = dict(zip((table.name for table in collection.configs), keys, strict=True))
             fused = collection.fused_optimizer
@@ -95,7 +95,10 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         if shard_views.wanted.on:
             # torch.distributed.checkpoint drops ShardedTensors of which a rank has nothing, then takes the
             # checkpoint for one of torch 2.3, in which lists had other keys if no tensor was in them
-            groups = [{**group, "lr": torch.tensor(group["lr"], dtype=torch.float64)} for group in groups]
+            groups = [
+                {**group, "lr": torch.tensor(group["lr"], dtype=torch.float64, device="cpu")}
+                for group in groups
+            ]
         return {"state": {key: self._state_of(key) for key in self.params}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -144,7 +147,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             elif name != "step":
                 whole[name] = value
         for begin, end in id_ranges(0, table.num_embeddings) if whole else ():
-            ids = torch.arange(begin, end)
+            ids = torch.arange(begin, end, device="cpu")
             part = {name: value[begin:end] for name, value in whole.items()}
             collection.load_rows(ids, collection.rows(ids, table.name), part, table.name)
 
@@ -152,7 +155,8 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         collection, table = self._tables[key]
         spec = collection.fused_optimizer.spec_of(table.name)
         rows, dim = table.num_embeddings, table.embedding_dim
-        state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
+        updates = float(collection.fused_optimizer.num_updates)
+        state = {f"{table.name}.step": torch.tensor(updates, dtype=torch.float32, device="cpu")}
         if rows_are_left_out():
             return state
         parts = {name: ShardedValues(collection.shards, table.name, name) for name in spec.state_names}
@@ -161,9 +165,11 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         if 4 * rows * max((spec.width(name, dim) for name in parts), default=0) > STATE_DICT_LIMIT:
             view = getattr(collection, collection.views_name)[table.name]
             return state | {f"{table.name}.{LEFT_OUT}": mark(view.rows_version(), view.table, key)}
-        found = {name: torch.empty(spec.state_shape(name, rows, dim)) for name in spec.state_names}
+        shapes = {name: spec.state_shape(name, rows, dim) for name in spec.state_names}
+        found = {n: torch.empty(shape, dtype=torch.float32, device="cpu") for n, shape in shapes.items()}
         for begin, end in id_ranges(0, table.num_embeddings) if found else ():
-            for name, values in collection.optimizer_rows(torch.arange(begin, end), table.name).items():
+            ids = torch.arange(begin, end, device="cpu")
+            for name, values in collection.optimizer_rows(ids, table.name).items():
                 found[name][begin:end] = values
         return state | {f"{table.name}.{name}": values for name, values in found.items()}
 

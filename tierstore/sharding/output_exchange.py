@@ -308,7 +308,7 @@ class WeightExchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.env, ctx.arriving, ctx.leaving = env, list(arriving), list(leaving)
         ctx.kind = weights.device, weights.dtype
-        out = torch.empty(sum(arriving), device=device)
+        out = torch.empty(sum(arriving), dtype=torch.float32, device=device)
         given = brought(weights.detach().to(torch.float32).contiguous(), device)
         env.all_to_all(out, given, ctx.arriving, ctx.leaving).wait()
         return out

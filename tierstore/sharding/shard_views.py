@@ -87,7 +87,7 @@ class ShardedValues:
             metadata = described.get(self._offsets(local))
             if metadata is None or local.columns.start == local.columns.stop:
                 continue
-            copy = torch.empty(metadata.shard_sizes, dtype=self._dtype)
+            copy = torch.empty(metadata.shard_sizes, dtype=self._dtype, device="cpu")
             begin, end = local.rows
             for first, last in id_ranges(begin, end):
                 copy[first - begin : last - begin] = torch.from_numpy(self._read(local, first, last))
@@ -127,7 +127,7 @@ class ShardedValues:
     def _load_for_all_columns(self, given: dict[tuple[int, ...], Tensor]) -> None:
         """Load state kept per row, which all columns' shards have, from the first columns' in the view."""
         for first, last in id_ranges(0, self.placement.num_embeddings):
-            values = torch.zeros(last - first)
+            values = torch.zeros(last - first, dtype=torch.float32, device="cpu")
             for (begin,), piece in given.items():
                 low, high = max(first, begin), min(last, begin + len(piece))
                 if low < high:

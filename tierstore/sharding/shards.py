@@ -89,7 +89,8 @@ class RankShards:
         spec = self.fused_optimizer.spec_of(config.name)
         dim, names = config.embedding_dim, [""] if states is None else states
         widths = [dim if states is None else spec.width(name, dim) for name in names]
-        found = torch.zeros(len(names), len(ids), max(widths, default=0))
+        shape = len(names), len(ids), max(widths, default=0)
+        found = torch.zeros(shape, dtype=torch.float32, device="cpu")
         for shard in self.of(config.name):
             if shard.replica and self.env.rank:
                 continue

@@ -129,7 +129,7 @@ def batches_of(source: Trace) -> Iterator[Any]:
         yield from source.training()
         return
     for ids in source.id_batches():
-        lengths = torch.tensor([len(one) for one in ids])
+        lengths = torch.tensor([len(one) for one in ids], device="cpu")
         yield KeyedJaggedTensor(list(source.tables), torch.from_numpy(np.concatenate(ids)), lengths=lengths)
 
 
@@ -138,7 +138,7 @@ def share_of(batch: Any, rank: int, world_size: int) -> Any:
     if not isinstance(batch, KeyedJaggedTensor):
         return part_of(batch, rank, world_size)
     parts = [batch[key].values().tensor_split(world_size)[rank] for key in batch.keys()]  # noqa: SIM118
-    lengths = torch.tensor([len(part) for part in parts])
+    lengths = torch.tensor([len(part) for part in parts], device="cpu")
     return KeyedJaggedTensor(batch.keys(), torch.cat(parts), lengths=lengths)
 
 

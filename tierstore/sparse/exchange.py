@@ -80,7 +80,7 @@ def received(
     elif recat is not None and any(stride_per_rank):
         # with batch sizes that differ, recat has every bag; else it has every key of every rank
         stride = stride_per_rank[0] if len(set(stride_per_rank)) == 1 else 1
-        bags = torch.full((lengths.numel() // stride,), stride, device=lengths.device)
+        bags = torch.full((lengths.numel() // stride,), stride, dtype=torch.int64, device=lengths.device)
         lengths, values, weights = _in_order(recat, bags, lengths, values, weights)
     return Parts(
         keys=keys,
@@ -103,9 +103,9 @@ def _strides_by_key(keys: Sequence[str], sent: Tensor, num_workers: int, stagger
         )
     strides = sent.view(num_workers, len(keys)).T.cpu()
     if not strides.numel():
-        return torch.zeros(len(keys), 1, dtype=torch.int64)
+        return strides.new_zeros(len(keys), 1)
     if stagger > 1:
-        strides = strides[:, torch.arange(num_workers).view(stagger, -1).T.reshape(-1)]
+        strides = strides[:, torch.arange(num_workers, device="cpu").view(stagger, -1).T.reshape(-1)]
     return strides
 
 
