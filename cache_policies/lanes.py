@@ -11,8 +11,8 @@ There the row's id says in which lane the row is (``csrc/cache/lane_ids.h``).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cache_policies.disk_cache import compiled
 from cache_policies.hashing import mix
 
 LEAST_SLOTS = 1 << 15
@@ -33,7 +33,7 @@ def lane_slots(slots: int) -> list[int]:
     return [each + (lane < more) for lane in range(lanes)]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def lanes_of(keys, lanes):
     """Return the lane of each key (uint64), as uint8."""
     out = np.empty(keys.size, np.uint8)

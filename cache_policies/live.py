@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from cache_policies.addresses import pointer
+from cache_policies.disk_cache import compiled
 from cache_policies.hashing import mix
 from cache_policies.inner import called, inlined
 from cache_policies.prefetch import AHEAD, prefetch
@@ -145,7 +146,7 @@ def _find(hashes, hash_):
     return at
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _observe(batches, number, totals, threshold, state):
     for b in range(batches.shape[0]):
         count = batches[b, 1]

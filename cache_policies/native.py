@@ -14,19 +14,19 @@ import types as pytypes
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numba import carray, types
 from numba.core import cgutils
-from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
+from cache_policies.disk_cache import DiskCache
 from cache_policies.errors import PolicyError
 from cache_policies.inner import inlined
 
@@ -282,10 +282,8 @@ def _build(wrapper: Any, owner: HookOwner, hook: str, digest: str) -> Any:
     return function
 
 
-class _HookCache(FunctionCache):
-    """numba's on-disk cache, keyed by everything that a hook's machine code depends on instead of one file's
-    date.
-    """
+class _HookCache(DiskCache):
+    """A cache keyed by everything that a hook's machine code depends on instead of one file's date."""
 
     def __init__(self, function: Any, digest: str, builtin: str | None) -> None:
         super().__init__(function)
@@ -293,21 +291,15 @@ class _HookCache(FunctionCache):
         self._builtin = builtin
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = self._load(sig, target_context)
+        load = partial(super().load_overload, sig, target_context)
+        found = load()
         if found is not None or self._builtin is None or os.environ.get(_COMPILING):
             return found
         with _alone(Path(self.cache_path, f"{self._builtin}.lock")):
-            found = self._load(sig, target_context)  # another process may have compiled it meanwhile
+            found = load()  # another process may have compiled it meanwhile
             if found is None and _compile_elsewhere(self._builtin):
-                found = self._load(sig, target_context)
+                found = load()
         return found
-
-    def _load(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception as error:  # a damaged file, or a module that this process cannot import
-            _log.debug("cached hook is not usable and compiled anew: %s", error)
-            return None
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (sig, codegen.magic_tuple(), self._digest)

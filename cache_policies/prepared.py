@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from cache_policies import hashing
+from cache_policies.disk_cache import compiled
 from cache_policies.errors import PolicyError
 from cache_policies.prefetch import AHEAD, prefetch
 
@@ -225,13 +225,13 @@ def _joined_parts(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return joined
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _rehash(table, keys):
     for row in range(keys.size):
         table[hashing.find(table, keys, keys[row])] = row + 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _dedup(keys, offsets, table, known, last, footprint, before, rows, uses, sizes):
     """Fill ``rows``, ``uses``, ``sizes``; ``before`` unique uses came in earlier chunks. (footprint, unique
     uses)
@@ -265,7 +265,7 @@ def _dedup(keys, offsets, table, known, last, footprint, before, rows, uses, siz
     return footprint, count
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _next_batches(rows, offsets, next_batch, upcoming):
     if offsets.size == 0:
         for i in range(rows.size - 1, -1, -1):

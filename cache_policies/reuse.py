@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from cache_policies.disk_cache import compiled
 from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
 from cache_policies.prepared import PreparedTrace, select
@@ -85,7 +85,7 @@ def sampled(keys: np.ndarray, rate: float) -> np.ndarray:
     return _below(np.ascontiguousarray(keys, np.uint64), np.uint64(min(2**64 - 1, int(rate * 2.0**64))))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _below(keys, threshold):
     chosen = np.empty(keys.size, np.bool_)
     for i in range(keys.size):
@@ -167,7 +167,7 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _first_uses_of(rows, uses, first):
     seen = 0
     for at in range(rows.size):
@@ -183,7 +183,7 @@ def _first_uses(trace: PreparedTrace) -> np.ndarray:
     return first
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def add_at(tree, at, amount):
     """Add to entry ``at`` of a Fenwick tree (Fenwick, 1994)."""
     at += 1
@@ -192,7 +192,7 @@ def add_at(tree, at, amount):
         at += at & -at
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def sum_to(tree, at):
     """Sum the entries before ``at``."""
     total = 0
@@ -202,7 +202,7 @@ def sum_to(tree, at):
     return total
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _distances(rows, offsets, footprint, distances):
     """Return the distance of each use, -1 of a first use.
 
@@ -235,7 +235,7 @@ def _distances(rows, offsets, footprint, distances):
             time += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _renumber(tree, row_at, position):
     """Close the gaps between positions; the first free one."""
     time = 0

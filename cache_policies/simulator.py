@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from cache_policies import registry
 from cache_policies.admission import Admission, get_admission
+from cache_policies.disk_cache import compiled
 from cache_policies.errors import PolicyError
 from cache_policies.inner import inlined
 from cache_policies.lanes import lane_slots, lanes_of
@@ -207,7 +207,7 @@ def _new_slots(n: int) -> _Slots:
     return _Slots(np.empty(n, np.int32), np.empty(n, np.uint64), np.empty(n, np.int64))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _run(trace, hooks, gates, cache, buffers, setting, marks):
     """Run all plans; return ``(figures, fault)``.
 

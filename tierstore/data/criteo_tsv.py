@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numba
 import numpy as np
 
+from cache_policies.disk_cache import compiled
 from tierstore.data.crossing import mix64
 from tierstore.data.dataset import Batch, TableInfo, check_batching, one_id_per_table
 from tierstore.errors import InputError
@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 _TAB, _NEWLINE, _RETURN, _MINUS = ord("\t"), ord("\n"), ord("\r"), ord("-")
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _parse_field(text, start, last, base, max_digits):
     """Parse the number of up to ``max_digits`` digits before the next tab or ``last``.
 
@@ -51,7 +51,7 @@ def _parse_field(text, start, last, base, max_digits):
     return value, digits, start
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _parse_line(text, start, last, counts, ids):
     """Parse one line, ``text[start:last]``; return (label, field at fault or 0)."""
     label = np.int64(0)
@@ -74,7 +74,7 @@ def _parse_line(text, start, last, counts, ids):
     return label, 0 if start > last else 2 + COUNTS + IDS
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def parse_lines(text, at, labels, counts, ids):
     """Parse whole lines of ``text`` uint8 (n,) from ``at`` on, until the arrays are full or no line is whole.
 

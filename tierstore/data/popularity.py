@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
+
+from cache_policies.disk_cache import compiled
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _UNIT = 2.0**-53
 FEISTEL_ROUNDS = 6
 
-_compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 
-
-@_compiled
+@compiled
 def mix(value):
     """Apply SplitMix64's finaliser to a uint64."""
     value = (value ^ (value >> np.uint64(30))) * _M1
@@ -28,13 +27,13 @@ def mix(value):
     return value ^ (value >> np.uint64(31))
 
 
-@_compiled
+@compiled
 def uniform(stream, counter):
     """Return the ``counter``-th float64 in (0, 1) of ``stream``; counter and stream are uint64."""
     return (np.float64(mix(stream + _GOLDEN * (counter + np.uint64(1))) >> np.uint64(11)) + 0.5) * _UNIT
 
 
-@_compiled
+@compiled
 def _integral(x, s, q):
     """Return the integral of (x + q)^-s, up to a constant."""
     if s == 1.0:
@@ -42,19 +41,19 @@ def _integral(x, s, q):
     return math.expm1((1.0 - s) * math.log(x + q)) / (1.0 - s)
 
 
-@_compiled
+@compiled
 def _inverse_integral(y, s, q):
     if s == 1.0:
         return math.exp(y) - q
     return math.exp(math.log1p(max((1.0 - s) * y, -1.0)) / (1.0 - s)) - q
 
 
-@_compiled
+@compiled
 def _density(x, s, q):
     return math.exp(-s * math.log(x + q))
 
 
-@_compiled
+@compiled
 def scatter(value, size, seed):
     """Map ``value`` by a bijection of [0, size) keyed by ``seed``; all are uint64, ``size`` <= 2^62.
 
@@ -76,7 +75,7 @@ def scatter(value, size, seed):
             return value
 
 
-@_compiled
+@compiled
 def drifted(rank, size, in_play, phase, seed):
     """Return the place in [0, size) of ``rank``; as ``phase`` grows by d, a share d of the ranks move.
 
@@ -92,7 +91,7 @@ def drifted(rank, size, in_play, phase, seed):
     return lane + in_play * ((turn + np.uint64(moments)) % turns)
 
 
-@_compiled
+@compiled
 def draw_ids(out, ranks, s, q, rows, lanes, phase, table_seed, stream):
     """Fill ``out`` int64 (n,) with ids in [0, rows): P(rank k) ~ (k + 1 + q)^-s for k in [0, ranks).
 
@@ -120,7 +119,7 @@ def draw_ids(out, ranks, s, q, rows, lanes, phase, table_seed, stream):
         out[i] = np.int64(scatter(place, size, place_seed))
 
 
-@_compiled
+@compiled
 def add_effects(logits, ids, lengths, scale, table_seed):
     """Add ``scale`` times the hidden effects, in [-1, 1], of the examples' ids to ``logits`` float64 (B,)."""
     seed = mix(table_seed ^ _M1)
@@ -133,7 +132,7 @@ def add_effects(logits, ids, lengths, scale, table_seed):
         logits[example] += scale * total
 
 
-@_compiled
+@compiled
 def draw_lengths(out, mean, stream):
     """Fill ``out`` int64 (B,) with bag sizes of the given mean: uniform over 1 .. 2 mean - 1."""
     spread = 2.0 * (mean - 1.0)
@@ -145,7 +144,7 @@ def draw_lengths(out, mean, stream):
         out[i] = 1 + np.int64(u * (width + 1.0))
 
 
-@_compiled
+@compiled
 def draw_normals(out, stream):
     """Fill ``out`` float32 (n,) with standard normal values (Box-Muller)."""
     for i in range(out.shape[0]):
@@ -153,7 +152,7 @@ def draw_normals(out, stream):
         out[i] = radius * math.cos(2.0 * math.pi * uniform(stream, np.uint64(2 * i + 1)))
 
 
-@_compiled
+@compiled
 def draw_labels(out, logits, stream):
     """Fill ``out`` float32 (B,) with 1 at the probability of the logit, else 0."""
     for i in range(out.shape[0]):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from cache_policies.disk_cache import compiled
 from cache_policies.hashing import mix
 from tierstore.data.dataset import Batch
 from tierstore.errors import InputError
@@ -79,7 +79,7 @@ def folded(ids: np.ndarray) -> np.ndarray:
     return ids
 
 
-@njit(cache=True)
+@compiled
 def _hashed(ids: np.ndarray) -> np.ndarray:
     out = np.empty_like(ids)
     for i in range(ids.size):
