@@ -7,7 +7,7 @@ say what the functions do.
 import builtins
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol, TypeAlias, TypedDict
+from typing import Any, ClassVar, Protocol, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -289,6 +289,9 @@ class KeyedBags:
     def id_begin(self) -> list[int]: ...
     def counts(self, keys: Int64Array) -> list[int]: ...
 
+class Places:
+    def __init__(self, first: Int64Array, stride: Int64Array) -> None: ...
+
 class KeyedFeatures:
     def __init__(
         self,
@@ -299,11 +302,9 @@ class KeyedFeatures:
         modes: UInt8Array,
         padding: int = -1,
     ) -> None: ...
-    def lookup(
-        self, bags: KeyedBags, ids: Integers, out_offset: Int64Array, out_stride: Int64Array
-    ) -> tuple[Batch, Bags, int, int, int]: ...
+    def lookup(self, bags: KeyedBags, ids: Integers, places: Places) -> tuple[Batch, Bags, int, int, int]: ...
     def segments(self, bags: KeyedBags, ids: Integers) -> list[IdSegment]: ...
-    def bags(self, bags: KeyedBags, out_offset: Int64Array, out_stride: Int64Array) -> Bags: ...
+    def bags(self, bags: KeyedBags, places: Places) -> Bags: ...
     def lookup_rows(self, bags: KeyedBags, ids: Integers) -> tuple[Batch, int, int, int]: ...
 
 class PooledLookup:
@@ -324,48 +325,35 @@ class RowLookup:
 
 class ResidentForward:
     def __init__(self, lookups: ResidentLookups, rows: HostRows, dim: int, reads: bool) -> None: ...
-    def pool_equal(
+    def pool_bags(
         self,
         features: KeyedFeatures,
-        ids: Integers,
-        places: tuple[Int64Array, Int64Array],
-        out: int,
-        count: int,
-        length: int,
-    ) -> tuple[PooledLookup, bool, bool] | None: ...
-    def pool_offsets(
-        self,
-        features: KeyedFeatures,
-        ids: Integers,
-        places: tuple[Int64Array, Int64Array],
-        out: int,
-        offsets: Integers,
+        places: Places,
+        ids: object,
+        offsets: object,
         has_end: bool,
-    ) -> tuple[PooledLookup, bool, bool] | None: ...
+        out: int,
+    ) -> Any: ...
     def pool_lengths(
         self,
         features: KeyedFeatures,
-        ids: Integers,
-        places: tuple[Int64Array, Int64Array],
-        out: int,
-        lengths: Integers,
+        places: Places,
+        ids: object,
+        lengths: object,
+        offsets: object,
         keys: int,
-        stride: int,
-        offsets: Integers | None,
-    ) -> tuple[PooledLookup, bool, bool] | None: ...
-    def copy_each(
-        self, features: KeyedFeatures, ids: Integers, out: int
-    ) -> tuple[RowLookup, bool, bool] | None: ...
+        out: int,
+    ) -> Any: ...
+    def copy_each(self, features: KeyedFeatures, ids: object, out: int) -> Any: ...
     def copy_lengths(
         self,
         features: KeyedFeatures,
-        ids: Integers,
-        out: int,
-        lengths: Integers,
+        ids: object,
+        lengths: object,
+        offsets: object,
         keys: int,
-        stride: int,
-        offsets: Integers | None,
-    ) -> tuple[RowLookup, bool, bool] | None: ...
+        out: int,
+    ) -> Any: ...
 
 # -- memory tiers ----------------------------------------------------------------------------
 

@@ -199,11 +199,10 @@ py::list ListSegments(const KeyedFeatures& self, const KeyedBags& bags, const In
   return segments;
 }
 
-auto OwnBags(const KeyedFeatures& self, const KeyedBags& bags, const Array<std::int64_t>& out_offset,
-             const Array<std::int64_t>& out_stride) {
+auto OwnBags(const KeyedFeatures& self, const KeyedBags& bags, const Places& places) {
   self.Check(bags);
   const KeyedBags own = self.Own(bags);
-  return BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, self.modes}.Checked();
+  return BagArgs{own.offsets, own.bag_begin, places.first, places.stride, self.modes}.Checked();
 }
 
 std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids,
@@ -216,11 +215,10 @@ std::shared_ptr<Batch> MakeBatch(const KeyedFeatures& self, const KeyedBags& bag
 }
 
 py::tuple MakeLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids,
-                     const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride) {
+                     const Places& places) {
   BadId bad;
   auto batch = MakeBatch(self, bags, ids, &bad);
-  return py::make_tuple(std::move(batch), OwnBags(self, bags, out_offset, out_stride), bad.segment,
-                        bad.position, bad.id);
+  return py::make_tuple(std::move(batch), OwnBags(self, bags, places), bad.segment, bad.position, bad.id);
 }
 
 py::tuple MakeRowLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& ids) {
@@ -259,6 +257,12 @@ TIERSTORE_BINDINGS(keyed) {
           "Where the ids of every key begin, and where the ids of the last key end.")
       .def("counts", &KeyedBags::Counts, py::arg("keys").noconvert(),
            "Return the number of ids of each of `keys`.");
+  py::class_<Places>(m, "Places",
+                     "Where each feature's vectors begin in the output, and how many floats they lie apart.")
+      .def(py::init([](const Array<std::int64_t>& first, const Array<std::int64_t>& stride) {
+             return Places{first, stride};
+           }),
+           py::arg("first").noconvert(), py::arg("stride").noconvert());
   py::class_<KeyedFeatures>(
       m, "KeyedFeatures",
       "Pooled features of one row layout. keys has the key of a batch that each feature "
@@ -269,15 +273,12 @@ TIERSTORE_BINDINGS(keyed) {
                        std::int64_t padding) { return KeyedFeatures(keys, tables, bounds, modes, padding); }),
            py::kw_only(), py::arg("keys").noconvert(), py::arg("tables").noconvert(),
            py::arg("bounds").noconvert(), py::arg("modes").noconvert(), py::arg("padding") = -1)
-      .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("out_offset").noconvert(),
-           py::arg("out_stride").noconvert(),
-           "Deduplicate the ids of all features. ids are given as the lengths of KeyedBags are, out_offset "
-           "and out_stride as in Bags. Returns (Batch, Bags, bad feature or -1, position of the bad id, the "
-           "id).")
+      .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("places"),
+           "Deduplicate the ids of all features. ids are given as the lengths of KeyedBags are. Returns "
+           "(Batch, Bags, bad feature or -1, position of the bad id, the id).")
       .def("segments", &ListSegments, py::arg("bags"), py::arg("ids"),
            "Return the ids of each feature, as make_batch takes them.")
-      .def("bags", &OwnBags, py::arg("bags"), py::arg("out_offset").noconvert(),
-           py::arg("out_stride").noconvert(), "Return the Bags of lookup.")
+      .def("bags", &OwnBags, py::arg("bags"), py::arg("places"), "Return the Bags of lookup.")
       .def("lookup_rows", &MakeRowLookup, py::arg("bags"), py::arg("ids"),
            "Do what lookup does for features whose rows are returned one by one. Returns the same without "
            "Bags.");

@@ -50,6 +50,11 @@ KeyedBags EqualBags(std::int64_t count, std::int64_t length);
 // std::invalid_argument where offsets and ids do not fit one another.
 KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool has_end);
 
+// Places say where each feature's vectors begin in the output, and how many floats they lie apart.
+struct Places {
+  Array<std::int64_t> first, stride;
+};
+
 // KeyedFeatures are features of one row layout: feature f has the bags of key keys[f], and its ids are rows
 // of tables[f].
 struct KeyedFeatures {

@@ -10,6 +10,7 @@
 #include "bindings/host_rows.h"
 #include "bindings/keyed.h"
 #include "bindings/registry.h"
+#include "bindings/tensors.h"
 #include "bindings/unlocked.h"
 #include "cache/batch.h"
 #include "cache/resident_lookups.h"
@@ -20,9 +21,6 @@ namespace py = pybind11;
 
 namespace tierstore {
 namespace {
-
-// Places say where each feature's vectors begin in the output, and how far they lie apart.
-using Places = std::tuple<Array<std::int64_t>, Array<std::int64_t>>;
 
 // Found is a lookup. `rows` is null where some of its rows were not here: no kernel has run then.
 struct Found {
@@ -58,10 +56,9 @@ struct ResidentForward {
   py::object Pool(const Clock& call, const KeyedFeatures& features, const KeyedBags& bags,
                   const IntegerArgs& ids, const Places& places, Address out) const {
     const KeyedBags own = features.Own(bags);
-    const auto& [out_offset, out_stride] = places;
-    auto made = std::make_unique<PooledLookup>(
-        PooledLookup{{std::make_shared<Batch>(), nullptr},
-                     BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, features.modes}.Checked()});
+    auto made = std::make_unique<PooledLookup>(PooledLookup{
+        {std::make_shared<Batch>(), nullptr},
+        BagArgs{own.offsets, own.bag_begin, places.first, places.stride, features.modes}.Checked()});
     Require(!made->bags.TakesMax(),
             "max pooling needs the argmax of each value, which this call does not return");
     const Bags of = made->bags.Get();
@@ -126,43 +123,75 @@ std::optional<KeyedBags> BagsOrNone(const Make& make) {
   }
 }
 
-py::object PoolEqual(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
-                     const Places& places, Address out, std::int64_t count, std::int64_t length) {
-  const Clock call;
-  return self.Pool(call, features, EqualBags(count, length), ids, places, out);
+// Returned where a tensor has to be made ready first.
+py::object NotReady() { return py::reinterpret_borrow<py::object>(Py_NotImplemented); }
+
+// Reads a tensor, unless it is None. Returns false where the tensor has to be made ready first.
+bool ReadOptional(const py::object& tensor, std::optional<IntegerTensor>* out) {
+  if (tensor.is_none()) return true;
+  *out = IntegersOf(tensor);
+  return out->has_value();
 }
 
-py::object PoolOffsets(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
-                       const Places& places, Address out, const IntegerArgs& offsets, bool has_end) {
-  const Clock call;
-  const auto bags = BagsOrNone([&] { return BagsFromOffsets(offsets, std::get<1>(ids), has_end); });
-  return bags ? self.Pool(call, features, *bags, ids, places, out) : py::none();
+// Returns nothing where the bags do not fit the ids, or have an ndim that no bags have.
+std::optional<KeyedBags> BagsOfOneKey(const IntegerTensor& ids, const std::optional<IntegerTensor>& offsets,
+                                      bool has_end) {
+  if (ids.ndim != (offsets ? 1 : 2) || (offsets && offsets->ndim != 1)) return std::nullopt;
+  if (!offsets) return EqualBags(ids.shape[0], ids.shape[1]);
+  return BagsOrNone([&] { return BagsFromOffsets(offsets->args, std::get<1>(ids.args), has_end); });
 }
 
-py::object PoolLengths(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
-                       const Places& places, Address out, const IntegerArgs& lengths, std::size_t keys,
-                       std::int64_t stride, const std::optional<IntegerArgs>& offsets) {
+py::object PoolBags(const ResidentForward& self, const KeyedFeatures& features, const Places& places,
+                    const py::object& id_tensor, const py::object& offset_tensor, bool has_end, Address out) {
+  std::optional<IntegerTensor> offsets;
+  if (!ReadOptional(offset_tensor, &offsets)) return NotReady();
+  const auto ids = IntegersOf(id_tensor);
+  if (!ids) return NotReady();
+  const Clock call;
+  const auto bags = BagsOfOneKey(*ids, offsets, has_end);
+  return bags ? self.Pool(call, features, *bags, ids->args, places, out) : py::none();
+}
+
+// Calls `lookup` with the bags of all keys, as many of each, and the ids.
+template <typename Lookup>
+py::object OfKeys(const py::object& id_tensor, const py::object& length_tensor,
+                  const py::object& offset_tensor, std::size_t keys, const Lookup& lookup) {
+  std::optional<IntegerTensor> offsets;
+  if (!ReadOptional(offset_tensor, &offsets)) return NotReady();
+  const auto ids = IntegersOf(id_tensor), lengths = IntegersOf(length_tensor);
+  if (!ids || ids->ndim != 1 || !lengths) return NotReady();
   const Clock call;
   const auto bags = BagsOrNone([&] {
-    return MakeKeyedBags(lengths, std::vector<std::int64_t>(keys, stride), std::get<1>(ids), offsets);
+    Require(keys > 0, "there are no keys");
+    const std::int64_t stride = std::get<1>(lengths->args) / static_cast<std::int64_t>(keys);
+    const std::vector<std::int64_t> strides(keys, stride);
+    return MakeKeyedBags(lengths->args, strides, std::get<1>(ids->args),
+                         offsets ? std::optional(offsets->args) : std::nullopt);
   });
-  return bags ? self.Pool(call, features, *bags, ids, places, out) : py::none();
+  return bags ? lookup(call, *bags, ids->args) : py::none();
 }
 
-py::object CopyEach(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
+py::object PoolLengths(const ResidentForward& self, const KeyedFeatures& features, const Places& places,
+                       const py::object& ids, const py::object& lengths, const py::object& offsets,
+                       std::size_t keys, Address out) {
+  return OfKeys(ids, lengths, offsets, keys, [&](const Clock& call, const KeyedBags& bags, const auto& args) {
+    return self.Pool(call, features, bags, args, places, out);
+  });
+}
+
+py::object CopyLengths(const ResidentForward& self, const KeyedFeatures& features, const py::object& ids,
+                       const py::object& lengths, const py::object& offsets, std::size_t keys, Address out) {
+  return OfKeys(ids, lengths, offsets, keys, [&](const Clock& call, const KeyedBags& bags, const auto& args) {
+    return self.Copy(call, features, bags, args, out);
+  });
+}
+
+py::object CopyEach(const ResidentForward& self, const KeyedFeatures& features, const py::object& id_tensor,
                     Address out) {
+  const auto ids = IntegersOf(id_tensor);
+  if (!ids) return NotReady();
   const Clock call;
-  return self.Copy(call, features, EqualBags(std::get<1>(ids), 1), ids, out);
-}
-
-py::object CopyLengths(const ResidentForward& self, const KeyedFeatures& features, const IntegerArgs& ids,
-                       Address out, const IntegerArgs& lengths, std::size_t keys, std::int64_t stride,
-                       const std::optional<IntegerArgs>& offsets) {
-  const Clock call;
-  const auto bags = BagsOrNone([&] {
-    return MakeKeyedBags(lengths, std::vector<std::int64_t>(keys, stride), std::get<1>(ids), offsets);
-  });
-  return bags ? self.Copy(call, features, *bags, ids, out) : py::none();
+  return self.Copy(call, features, EqualBags(std::get<1>(ids->args), 1), ids->args, out);
 }
 
 }  // namespace
@@ -179,27 +208,26 @@ TIERSTORE_BINDINGS(resident_pooling) {
   py::class_<ResidentForward>(
       m, "ResidentForward",
       "Lookups of rows that stay in a tier. Each call removes repeated ids, finds the rows, and pools or "
-      "copies the rows to out (the address of float32) if all rows are here. ids, lengths and offsets are as "
-      "in KeyedBags; places has out_offset and out_stride as in Bags. Each call returns (the lookup, whether "
-      "the rows were found, whether ResidentLookups.take() should be called), or None for ids or bags that "
-      "are wrong. reads: the lookups only read, as ResidentLookups.read does.")
+      "copies the rows to out (the address of float32) if all rows are here. Each call returns (the lookup, "
+      "whether the rows were found, whether ResidentLookups.take() should be called), or None for wrong ids "
+      "or bags. ids, lengths and offsets are tensors: int32 or int64, contiguous, in this machine's memory; "
+      "NotImplemented is returned for others. reads: the lookups only read, as ResidentLookups.read does.")
       .def(py::init([](ResidentLookups& lookups, const HostRows& rows, std::int64_t dim, bool reads) {
              return ResidentForward{lookups, rows, dim, reads};
            }),
            py::arg("lookups"), py::arg("rows"), py::arg("dim"), py::arg("reads"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
-      .def("pool_equal", &PoolEqual, py::arg("features"), py::arg("ids"), py::arg("places"), py::arg("out"),
-           py::arg("count"), py::arg("length"), "Pool bags that are given as KeyedBags.equal takes them.")
-      .def("pool_offsets", &PoolOffsets, py::arg("features"), py::arg("ids"), py::arg("places"),
-           py::arg("out"), py::arg("offsets"), py::arg("has_end"),
-           "Pool bags that are given as KeyedBags.from_offsets takes them.")
-      .def("pool_lengths", &PoolLengths, py::arg("features"), py::arg("ids"), py::arg("places"),
-           py::arg("out"), py::arg("lengths"), py::arg("keys"), py::arg("stride"), py::arg("offsets"),
-           "Pool bags that are given as KeyedBags takes them, stride bags for each of the keys.")
+      .def("pool_bags", &PoolBags, py::arg("features"), py::arg("places"), py::arg("ids"), py::arg("offsets"),
+           py::arg("has_end"), py::arg("out"),
+           "Pool the bags of one key: each row of ids, or where offsets begin. has_end says whether the last "
+           "offset is the end of the last bag.")
+      .def("pool_lengths", &PoolLengths, py::arg("features"), py::arg("places"), py::arg("ids"),
+           py::arg("lengths"), py::arg("offsets"), py::arg("keys"), py::arg("out"),
+           "Pool the bags of several keys, as many of each. offsets may be None.")
       .def("copy_each", &CopyEach, py::arg("features"), py::arg("ids"), py::arg("out"),
            "Copy the rows of the ids of one key.")
-      .def("copy_lengths", &CopyLengths, py::arg("features"), py::arg("ids"), py::arg("out"),
-           py::arg("lengths"), py::arg("keys"), py::arg("stride"), py::arg("offsets"),
+      .def("copy_lengths", &CopyLengths, py::arg("features"), py::arg("ids"), py::arg("lengths"),
+           py::arg("offsets"), py::arg("keys"), py::arg("out"),
            "Copy the rows of the ids of all keys, each of which one feature has. Bags are given as "
            "pool_lengths takes them.");
 }

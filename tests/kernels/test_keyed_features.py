@@ -71,7 +71,7 @@ def test_features_are_those_of_separate_calls(keyed: Keyed, data: st.DataObject)
         keys=np.array(keys, np.int64), tables=tables, bounds=np.full(len(keys), BOUND), modes=modes
     )
     bags = keyed.bags()
-    batch, made, bad, _, _ = features.lookup(bags, integers(keyed.ids), first, stride)
+    batch, made, bad, _, _ = features.lookup(bags, integers(keyed.ids), core.Places(first, stride))
     own = [keyed.of_key(key) for key in keys]
     offsets, bag_start = core.bag_offsets([lengths for lengths, _ in own])
     segments = [(*integers(ids), int(t), BOUND, -1) for (_, ids), t in zip(own, tables, strict=True)]
@@ -88,7 +88,7 @@ def test_features_are_those_of_separate_calls(keyed: Keyed, data: st.DataObject)
     ):
         assert np.array_equal(ours, theirs)
     assert made.takes_max == (2 in modes)
-    for ours, theirs in zip(features.bags(bags, first, stride).arrays, made.arrays, strict=True):
+    for ours, theirs in zip(features.bags(bags, core.Places(first, stride)).arrays, made.arrays, strict=True):
         assert np.array_equal(ours, theirs)
     assert features.segments(bags, integers(keyed.ids)) == [
         (address if count else ANY, count, *rest) for address, count, *rest in segments
@@ -108,7 +108,7 @@ def test_bags_of_one_id_share_their_offsets() -> None:
     for count in (3, 5_000, 0, 70_000, 3):
         keyed = Keyed([count], np.ones(count, np.int64), np.zeros(count, np.int64))
         for bags in (keyed.bags(), core.KeyedBags.equal(count, 1)):
-            made.append((count, features.lookup(bags, integers(keyed.ids), at, at)[1]))
+            made.append((count, features.lookup(bags, integers(keyed.ids), core.Places(at, at))[1]))
     for count, bags in made:
         assert np.array_equal(bags.offsets, np.arange(count + 1))
         assert bags.own_bytes == 0
@@ -118,11 +118,11 @@ def test_bags_of_one_id_share_their_offsets() -> None:
     many = 1 << 22  # the shared array stays for ever, so a very large batch has its own
     keyed = Keyed([many], np.ones(many, np.int32), np.zeros(many, np.int64))
     for bags in (keyed.bags(), core.KeyedBags.equal(many, 1)):
-        own = features.lookup(bags, integers(keyed.ids), at, at)[1]
+        own = features.lookup(bags, integers(keyed.ids), core.Places(at, at))[1]
         assert own.own_bytes == 8 * (many + 1)
         assert np.array_equal(own.offsets, np.arange(many + 1))
     others = Keyed([2], np.array([2, 0]), np.zeros(2, np.int64))
-    assert features.lookup(others.bags(), integers(others.ids), at, at)[1].own_bytes == 3 * 8
+    assert features.lookup(others.bags(), integers(others.ids), core.Places(at, at))[1].own_bytes == 3 * 8
 
 
 @pytest.mark.parametrize("count", [(1 << 16) - 1, 1 << 16, (1 << 16) + 1])
@@ -130,7 +130,7 @@ def test_many_lengths_are_read_without_the_interpreters_lock(count: int) -> None
     lengths = np.arange(count, dtype=np.int32) % 3
     keyed = Keyed([count], lengths, np.zeros(int(lengths.sum()), np.int64))
     features, at = one_feature(0), np.zeros(1, np.int64)
-    _, made, *_ = features.lookup(keyed.bags(), integers(keyed.ids), at, at)
+    _, made, *_ = features.lookup(keyed.bags(), integers(keyed.ids), core.Places(at, at))
     assert np.array_equal(made.offsets, np.concatenate([[0], np.cumsum(lengths)]))
     lengths[-1] += 1
     with pytest.raises(ValueError, match="do not add up to the number of ids"):
@@ -165,7 +165,7 @@ def test_features_that_do_not_fit() -> None:
     bags, at = keyed.bags(np.array([0, 1, 2], np.int64)), np.zeros(1, np.int64)
     for key in (-1, 2):
         with pytest.raises(ValueError, match="not so many keys"):
-            one_feature(key).lookup(bags, integers(keyed.ids), at, at)
+            one_feature(key).lookup(bags, integers(keyed.ids), core.Places(at, at))
         with pytest.raises(ValueError, match="not so many keys"):
             one_feature(key).lookup_rows(bags, integers(keyed.ids))
         with pytest.raises(ValueError, match="not so many keys"):
@@ -173,19 +173,21 @@ def test_features_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="another number of ids"):
         one_feature(0).lookup_rows(bags, integers(keyed.ids[:1]))
     with pytest.raises(ValueError, match="another number of ids"):
-        one_feature(0).lookup(bags, integers(keyed.ids[:1]), at, at)
+        one_feature(0).lookup(bags, integers(keyed.ids[:1]), core.Places(at, at))
     with pytest.raises(ValueError, match="differ in length"):
-        one_feature(0).lookup(bags, integers(keyed.ids), np.zeros(2, np.int64), at)
+        one_feature(0).lookup(bags, integers(keyed.ids), core.Places(np.zeros(2, np.int64), at))
     with pytest.raises(ValueError, match="differ in length"):
         core.KeyedFeatures(keys=np.zeros(2, np.int64), tables=at, bounds=at, modes=np.zeros(1, np.uint8))
-    assert one_feature(0).lookup(bags, integers(keyed.ids), at, at)[2:] == (-1, 0, 0)
-    assert one_feature(1).lookup(bags, integers(keyed.ids), at, at)[2:] == (0, 0, BOUND)
+    assert one_feature(0).lookup(bags, integers(keyed.ids), core.Places(at, at))[2:] == (-1, 0, 0)
+    assert one_feature(1).lookup(bags, integers(keyed.ids), core.Places(at, at))[2:] == (0, 0, BOUND)
     assert one_feature(1).lookup_rows(bags, integers(keyed.ids))[1:] == (0, 0, BOUND)
 
 
 def test_padding_is_left_out() -> None:
     ids, at = np.array([3, 4, 3, 5]), np.zeros(1, np.int64)
-    batch, made, *_ = one_feature(0, padding=3).lookup(core.KeyedBags.equal(2, 2), integers(ids), at, at)
+    batch, made, *_ = one_feature(0, padding=3).lookup(
+        core.KeyedBags.equal(2, 2), integers(ids), core.Places(at, at)
+    )
     assert batch.inverse.tolist() == [-1, 0, -1, 1]
     assert batch.unique.tolist() == [2 << 48 | 4, 2 << 48 | 5]
     assert made.offsets.tolist() == [0, 2, 4]
@@ -215,7 +217,7 @@ def test_bags_from_offsets(
 ) -> None:
     bags = core.KeyedBags.from_offsets(integers(np.array(offsets, dtype)), ids, has_end)
     at = np.zeros(1, np.int64)
-    _, made, *_ = one_feature(0).lookup(bags, integers(np.zeros(ids, np.int64)), at, at)
+    _, made, *_ = one_feature(0).lookup(bags, integers(np.zeros(ids, np.int64)), core.Places(at, at))
     assert made.offsets.tolist() == expected
     assert bags.num_bags == len(expected) - 1
 

@@ -20,7 +20,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, checked_ids
-from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
+from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures
 from tierstore.modules.parts import MODES, SequencePart
 from tierstore.modules.tables import (
     TORCH_DTYPES,
@@ -242,11 +242,13 @@ class TieredEmbedding(SingleTable):
         group = own["engine"].group_of(own["table_numbers"][0])
         if (begun := begun_at_once(self, group)) is None:
             return None
-        ids = self.ids_of(input)
-        given = described(ids)
-        if (out := new_output(given[1], own["embedding_dim"])) is None:
+        ids = input if own["_bounds"] is None and isinstance(input, Tensor) else self.ids_of(input)
+        if (out := new_output(ids.numel(), own["embedding_dim"])) is None:
             return None
-        made = begun[0].copy_each(own["_features"].native, given, out.data_ptr())
+        copy, features = begun[0].copy_each, own["_features"].native
+        made = copy(features, ids, out.data_ptr())
+        if made is NotImplemented:
+            made = copy(features, self.ids_of(input), out.data_ptr())
         if made is None:
             return None
         lookup = RowsAtOnce(group, made[0], out, _ONLY_KEY)

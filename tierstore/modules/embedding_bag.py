@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -86,7 +86,7 @@ class TieredEmbeddingBag(SingleTable):
         self._offsets_name = f"{table.name}: offsets"
         feature = KeyedFeature(table.name, 0, self.table_numbers[0], num_embeddings, MODES[mode])
         self._features = KeyedFeatures([feature], self._padding)
-        self._output = np.zeros(1, np.int64), np.full(1, embedding_dim, np.int64)
+        self._output = _core.Places(np.zeros(1, np.int64), np.full(1, embedding_dim, np.int64))
 
     @classmethod
     def from_pretrained(
@@ -206,28 +206,25 @@ class TieredEmbeddingBag(SingleTable):
         begun = None if features.takes_max else begun_at_once(self, group)
         if begun is None:
             return None
-        forward = begun[0]
-        ids = self.ids_of(input)
-        if offsets is None:
-            if ids.dim() != 2:
-                return None
+        ids = input if own["_bounds"] is None and isinstance(input, Tensor) else self.ids_of(input)
+        has_end = own["include_last_offset"]
+        if offsets is None and ids.dim() == 2:
             bags = ids.size(0)
-            call: Callable[..., Any] = forward.pool_equal
-            rest: tuple[Any, ...] = (bags, ids.size(1))
+        elif isinstance(offsets, Tensor):
+            bags = offsets.numel() - has_end
         else:
-            offsets = self.on_host(own["_offsets_name"], offsets)
-            has_end = own["include_last_offset"]
-            bags, call = offsets.numel() - int(has_end), forward.pool_offsets
-            rest = (described(offsets), has_end)
-            if ids.dim() != 1 or offsets.dim() != 1 or bags < 0:
-                return None
-        if (out := new_output(bags, own["embedding_dim"])) is None:
             return None
-        given = described(ids)
-        made = call(features.native, given, own["_output"], out.data_ptr(), *rest)
+        if bags < 0 or (out := new_output(bags, own["embedding_dim"])) is None:
+            return None
+        pool, native, places = begun[0].pool_bags, features.native, own["_output"]
+        made = pool(native, places, ids, offsets, has_end, out.data_ptr())
+        if made is NotImplemented:
+            ids = ids if own["_bounds"] is not None else self.ids_of(input)
+            offsets = None if offsets is None else self.on_host(own["_offsets_name"], offsets)
+            made = pool(native, places, ids, offsets, has_end, out.data_ptr())
         if made is None:
             return None
-        lookup = PooledAtOnce(group, made[0], out, bags, _ONLY_FEATURE, [(0, given[1])])
+        lookup = PooledAtOnce(group, made[0], out, bags, _ONLY_FEATURE, [(0, ids.numel())])
         return finished(self, lookup, begun, made)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:

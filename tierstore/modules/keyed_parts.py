@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore import _core
@@ -26,8 +25,6 @@ Integers = tuple[int, int, bool]
 """Contiguous numbers: address, count, and whether they are int32; else they are int64."""
 Places = Sequence[tuple[int, int]]
 """The first float and the stride of every feature's vectors in the output."""
-Output = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""The same of some features, as arrays."""
 
 
 class KeyedFeature(NamedTuple):
@@ -54,16 +51,16 @@ class KeyedFeatures:
             padding=padding,
         )
 
-    def part(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output) -> PooledPart:
+    def part(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: _core.Places) -> PooledPart:
         """Deduplicate the ids of the features; the caller adds the spans. Raises InputError for a wrong
         id."""
         group.check_open()
         begin = time.perf_counter()
         if ids.numel() < group.device.makes_from:
-            batch, own, *bad = self.native.lookup(bags, described(ids), *output)
+            batch, own, *bad = self.native.lookup(bags, described(ids), output)
         else:
             batch, *bad = group.device.make_batch(self.native.segments(bags, described(ids)))
-            own = self.native.bags(bags, *output)
+            own = self.native.bags(bags, output)
         group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad[0] >= 0:
             raise self._wrong_id(*bad)
@@ -90,20 +87,20 @@ class KeyedFeatures:
         return joined_spans((id_begin[one.key], id_begin[one.key + 1]) for one in self._features)
 
 
-class _Part:
+class KeyedPart:
     """The features number ``members`` of a collection, which ``group`` serves."""
 
     def __init__(self, group: TierGroup, members: Sequence[int], features: KeyedFeatures) -> None:
         self.group, self.members, self.features = group, members, features
-        self._known: tuple[Places, Output] | None = None
+        self._known: tuple[Places, _core.Places] | None = None
 
-    def output(self, places: Places) -> Output:
+    def output(self, places: Places) -> _core.Places:
         """Return the places of the part's features; they are kept for the next batch."""
         known = self._known
         if known is None or known[0] is not places:
             own = np.array([places[number] for number in self.members], np.int64).reshape(-1, 2)
             first, stride = np.ascontiguousarray(own.T)
-            known = self._known = places, (first, stride)
+            known = self._known = places, _core.Places(first, stride)
         return known[1]
 
 
@@ -133,7 +130,7 @@ class KeyedParts:
             for n, one in enumerate(features.all)
         ]
         self._parts = [
-            _Part(group, members, KeyedFeatures([every[number] for number in members]))
+            KeyedPart(group, members, KeyedFeatures([every[number] for number in members]))
             for group, members in zip(distinct, self.members, strict=True)
         ]
         self.only = self._parts[0] if len(self._parts) == 1 else None
@@ -182,23 +179,6 @@ def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
 def described(tensor: Tensor) -> Integers:
     """Return contiguous int32 or int64 numbers as the core takes them; ``tensor`` must outlive the call."""
     return tensor.data_ptr(), tensor.numel(), tensor.dtype is torch.int32
-
-
-def plainly(tensor: Tensor) -> Integers | None:
-    """Describe numbers, as :func:`described` does, that the core can read as they are; None for others."""
-    dtype = tensor.dtype
-    if dtype not in _DTYPES or not tensor.is_contiguous():
-        return None
-    address, count = tensor.data_ptr(), tensor.numel()
-    return None if count and not address else (address, count, dtype is torch.int32)
-
-
-def integers(tensor: Tensor) -> tuple[Integers, Tensor]:
-    """Return integers of any dtype as the core takes them, and what has their memory."""
-    if (plain := plainly(tensor)) is None:
-        tensor = as_integers(tensor)
-        plain = described(tensor)
-    return plain, tensor
 
 
 def as_integers(tensor: Tensor) -> Tensor:

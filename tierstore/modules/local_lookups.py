@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.modules.inputs import FeatureLookup, keyed_on_host
 from tierstore.modules.jagged_rows import rows_by_feature
-from tierstore.modules.keyed_parts import Integers, KeyedParts, bags_of, described, integers, plainly
+from tierstore.modules.keyed_parts import KeyedPart, KeyedParts, as_integers, bags_of
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor, uniform
 
-_Begun: TypeAlias = tuple[Any, Begun, Integers, tuple[Any, ...], object]
-"""A part, what its lookup takes, ids and bags as the call takes them, and what has their memory."""
+_Begun: TypeAlias = tuple[KeyedPart, Begun, Tensor, Tensor, Tensor | None, int]
+"""A part, what its lookup takes, ids, lengths and offsets of all keys, and how many keys there are."""
 
 
 class _Local:
@@ -45,24 +45,26 @@ class _Local:
         return parts
 
     def _begun(self, module: TieredModule, keyed: KeyedJaggedTensor) -> _Begun | None:
-        """Return what a lookup in one native call takes. None where a lookup takes more, and for the first
-        batch with other keys."""
+        """Return the part of a lookup in one native call, and what the call takes. None where a lookup takes
+        more, and for the first batch with other keys."""
         parts, plain = self._parts, uniform(keyed)
         if parts is None or plain is None or (part := parts.only) is None:
             return None
-        keys, values, lengths, offsets = plain
-        if not parts.are_of(keys, self._engine) or not values.is_cpu:
+        keys, ids, lengths, offsets = plain
+        if not parts.are_of(keys, self._engine) or not ids.is_cpu:
             return None
         if (begun := begun_at_once(module, part.group)) is None:
             return None
-        ids = None if self.features.bounds_ids or values.dim() != 1 else plainly(values)
-        if ids is None:
-            values = self.features.values_of(keyed)
-            ids = described(values)
-        counts, kept = integers(lengths)
-        first, also = (None, None) if offsets is None else integers(offsets)
-        number = len(keys)
-        return part, begun, ids, (counts, number, counts[1] // number, first), (values, kept, also)
+        if self.features.bounds_ids:
+            ids = self.features.values_of(keyed)
+        return part, begun, ids, lengths, offsets, len(keys)
+
+    def _ready(
+        self, keyed: KeyedJaggedTensor, ids: Tensor, lengths: Tensor, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what :meth:`_begun` has returned as the core can read it."""
+        ids = ids if self.features.bounds_ids else self.features.values_of(keyed)
+        return ids, as_integers(lengths), None if offsets is None else as_integers(offsets)
 
 
 class LocalPooling(_Local):
@@ -109,15 +111,17 @@ class LocalPooling(_Local):
         own = self.features
         if own.is_weighted or own.takes_max or (begun := self._begun(module, keyed)) is None:
             return None
-        part, at_once, ids, bags, _kept = begun
-        out = new_output(bags[2], own.width)
-        if out is None:
+        part, at_once, ids, lengths, offsets, keys = begun
+        bags = lengths.numel() // keys
+        if (out := new_output(bags, own.width)) is None:
             return None
-        places = part.output(own.side_by_side)
-        made = at_once[0].pool_lengths(part.features.native, ids, places, out.data_ptr(), *bags)
+        pool, features, places = at_once[0].pool_lengths, part.features.native, part.output(own.side_by_side)
+        made = pool(features, places, ids, lengths, offsets, keys, out.data_ptr())
+        if made is NotImplemented:
+            made = pool(features, places, *self._ready(keyed, ids, lengths, offsets), keys, out.data_ptr())
         if made is None:
             return None
-        lookup = PooledAtOnce(part.group, made[0], out, bags[2], part.members, [])
+        lookup = PooledAtOnce(part.group, made[0], out, bags, part.members, [])
         return finished(module, lookup, at_once, made)
 
 
@@ -166,13 +170,16 @@ class LocalRows(_Local):
         a fault, and for the first one with other keys."""
         if (begun := self._begun(module, keyed)) is None:
             return None
-        part, at_once, ids, bags, _kept = begun
+        part, at_once, ids, lengths, offsets, keys = begun
         parts = self._parts
         if parts is None or not parts.cover_keys:
             return None
-        if (out := new_output(ids[1], part.group.layout.dim)) is None:
+        if (out := new_output(ids.numel(), part.group.layout.dim)) is None:
             return None
-        made = at_once[0].copy_lengths(part.features.native, ids, out.data_ptr(), *bags)
+        copy, features = at_once[0].copy_lengths, part.features.native
+        made = copy(features, ids, lengths, offsets, keys, out.data_ptr())
+        if made is NotImplemented:
+            made = copy(features, *self._ready(keyed, ids, lengths, offsets), keys, out.data_ptr())
         if made is None:
             return None
         lookup = RowsAtOnce(part.group, made[0], out, parts.keys)
