@@ -35,6 +35,7 @@ struct IntegerTensor {
 };
 
 inline bool IsContiguous(const DLTensor& tensor) {
+  if (tensor.strides == nullptr) return true;
   std::int64_t apart = 1;
   for (std::int32_t at = tensor.ndim - 1; at >= 0; --at) {
     if (tensor.shape[at] != 1 && tensor.strides[at] != apart) return false;

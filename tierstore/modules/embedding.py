@@ -249,7 +249,7 @@ class TieredEmbedding(SingleTable):
         made = copy(features, ids, out.data_ptr())
         if made is NotImplemented:
             made = copy(features, self.ids_of(input), out.data_ptr())
-        if made is None:
+        if made is None or made is NotImplemented:  # the latter without DLPack's exchange
             return None
         lookup = RowsAtOnce(group, made[0], out, _ONLY_KEY)
         return finished(self, lookup, begun, made)

@@ -222,7 +222,7 @@ class TieredEmbeddingBag(SingleTable):
             ids = ids if own["_bounds"] is not None else self.ids_of(input)
             offsets = None if offsets is None else self.on_host(own["_offsets_name"], offsets)
             made = pool(native, places, ids, offsets, has_end, out.data_ptr())
-        if made is None:
+        if made is None or made is NotImplemented:  # the latter without DLPack's exchange
             return None
         lookup = PooledAtOnce(group, made[0], out, bags, _ONLY_FEATURE, [(0, ids.numel())])
         return finished(self, lookup, begun, made)

@@ -119,7 +119,7 @@ class LocalPooling(_Local):
         made = pool(features, places, ids, lengths, offsets, keys, out.data_ptr())
         if made is NotImplemented:
             made = pool(features, places, *self._ready(keyed, ids, lengths, offsets), keys, out.data_ptr())
-        if made is None:
+        if made is None or made is NotImplemented:  # the latter without DLPack's exchange
             return None
         lookup = PooledAtOnce(part.group, made[0], out, bags, part.members, [])
         return finished(module, lookup, at_once, made)
@@ -180,7 +180,7 @@ class LocalRows(_Local):
         made = copy(features, ids, lengths, offsets, keys, out.data_ptr())
         if made is NotImplemented:
             made = copy(features, *self._ready(keyed, ids, lengths, offsets), keys, out.data_ptr())
-        if made is None:
+        if made is None or made is NotImplemented:  # the latter without DLPack's exchange
             return None
         lookup = RowsAtOnce(part.group, made[0], out, parts.keys)
         rows = finished(module, lookup, at_once, made)
