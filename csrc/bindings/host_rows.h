@@ -70,6 +70,10 @@ class HostRows {
   }
 
   std::int64_t row_bytes() const { return rows_.row_bytes; }
+  // Returns an array (slots, row_bytes) of the rows, which `self` is the Python object of.
+  Array<std::uint8_t> ToArray(const pybind11::object& self) const {
+    return Array<std::uint8_t>({slots_, row_bytes()}, rows_.base, self);
+  }
   // Returns the rows, each of which must have room for `dim` weights and this many floats of state.
   Rows Of(std::int64_t dim, std::int64_t state_floats = 0) const {
     Require(StateBegin(rows_.weights, dim) + 4 * state_floats <= rows_.row_bytes,

@@ -166,6 +166,9 @@ void BindMoves(py::class_<HostRows>& type) {
            py::arg("slots"), py::arg("row_bytes"), py::arg("weights") = "fp32",
            "Reserve address space for this many slots; commit() gives them memory.")
       .def_property_readonly("row_bytes", &HostRows::row_bytes)
+      .def_property_readonly(
+          "array", [](const py::object& self) { return self.cast<HostRows&>().ToArray(self); },
+          "Return the rows of all slots, uint8 (slots, row_bytes), of which those with memory may be used.")
       .def("commit", &HostRows::Commit, py::arg("slots"), Unlocked(),
            "Give the first slots memory; new memory reads as zeros.")
       .def("discard", &HostRows::Discard, py::arg("first"), Unlocked(),

@@ -131,14 +131,19 @@ py::array_t<std::uint64_t> Places(Store& store, const Keys& keys) {
   return places;
 }
 
-void Write(Store& store, const Keys& keys, const Rows& rows) {
+// Each of `slots`, which may be None, must be a row of `rows`.
+void Write(Store& store, const Keys& keys, const Rows& rows, const std::optional<Slots>& slots) {
   const auto* data = reinterpret_cast<const std::byte*>(rows.data());
   const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
   const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
   std::size_t at = 0, stored = 0;
   RunShort([&] {
     at += std::exchange(stored, 0);
-    store.Write(span.subspan(at), data + at * row_bytes, row_bytes, &stored);
+    if (slots.has_value()) {
+      store.Write(span.subspan(at), data, row_bytes, slots->data() + at, &stored);
+    } else {
+      store.Write(span.subspan(at), data + at * row_bytes, row_bytes, nullptr, &stored);
+    }
   });
 }
 
@@ -256,7 +261,8 @@ TIERSTORE_BINDINGS(store) {
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert(),
            py::arg("slots").noconvert() = py::none())
       .def("places", &Places, py::arg("keys").noconvert())
-      .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
+      .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert(),
+           py::arg("slots").noconvert() = py::none())
       .def(
           "reserve",
           [](Store& store, std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows) {

@@ -9,6 +9,7 @@
 #include "io/aligned_buffer.h"
 #include "io/errors.h"
 #include "store/errors.h"
+#include "store/prefetch.h"
 #include "store/read_cost.h"
 
 namespace tierstore {
@@ -28,16 +29,6 @@ constexpr std::size_t kRowsOfLane[] = {~std::size_t{0}, 1 << 14, 1 << 11};
   throw CorruptError(segment.path + ": the record at offset " + std::to_string(offset) + " (table " +
                      std::to_string(KeyTable(key)) + ", id " + std::to_string(KeyId(key)) +
                      ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
-}
-
-// Records and rows come from memory that no core has used yet, so the next records are fetched while a record
-// is checked.
-constexpr std::size_t kPrefetch = 6;
-constexpr std::size_t kCacheLine = 64;
-
-template <bool kWrite>
-void Prefetch(const std::byte* begin, std::size_t size) {
-  for (std::size_t at = 0; at < size; at += kCacheLine) __builtin_prefetch(begin + at, kWrite);
 }
 
 // Copies the row out of the record that begins at `data`, where `size` bytes are.

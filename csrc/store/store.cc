@@ -6,6 +6,7 @@
 #include "common/call_limit.h"
 #include "common/key.h"
 #include "store/errors.h"
+#include "store/prefetch.h"
 #include "store/recovery.h"
 
 namespace tierstore {
@@ -74,7 +75,7 @@ void Store::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {
 }
 
 void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
-                  std::size_t* stored) {
+                  const std::int32_t* slots, std::size_t* stored) {
   if (stored != nullptr) *stored = 0;
   const auto call = BeginCall();
   context_.CheckWritable();
@@ -89,6 +90,9 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   std::byte* records[kRowsPerSpan];
   std::uint32_t epochs[kRowsPerSpan];
   Location locations[kRowsPerSpan];
+  const auto row_of = [&](std::size_t i) {
+    return rows + (slots == nullptr ? i : static_cast<std::size_t>(slots[i])) * row_bytes;
+  };
   for (std::size_t at = 0; at < keys.size();) {
     CheckCall();
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
@@ -98,7 +102,8 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
     for (std::uint32_t i = 0; i < span.count; ++i) {
       epochs[i] = span.segment->number;
       locations[i] = row_class.LocationOf(*span.segment, span.first + i);
-      std::memcpy(records[i] + kRecordHeaderBytes, rows + (at + i) * row_bytes, row_bytes);
+      if (at + i + kPrefetch < keys.size()) Prefetch<false>(row_of(at + i + kPrefetch), row_bytes);
+      std::memcpy(records[i] + kRecordHeaderBytes, row_of(at + i), row_bytes);
     }
     SealRecords(records, &keys[at], epochs, span.first, span.count, row_class.geometry,
                 span.segment->crc_prefix);

@@ -87,10 +87,11 @@ class Store {
   // rows whose places are near one another share a request. A place changes when the row is written or
   // compacted.
   void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
-  // Stores row i (at `rows` + i·row_bytes) under keys[i]; of keys that come twice the last row stays.
+  // Stores row i, at `rows` + i·row_bytes or at `rows` + slots[i]·row_bytes, under keys[i]; of keys that come
+  // twice the last row stays.
   // `stored` gets the number of rows stored, also when Write throws.
   void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
-             std::size_t* stored = nullptr);
+             const std::int32_t* slots = nullptr, std::size_t* stored = nullptr);
   // Makes room in a table's index for this many rows, which are about to be written.
   void Reserve(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
   // Appends at most `limit` of the list's next keys, perhaps none; returns false at the end. Rows that were

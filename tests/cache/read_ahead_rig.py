@@ -97,7 +97,7 @@ class Rig:
         self.overwrite(version, *uses)
         rows = np.full((len(uses), ROW), version, np.uint8)
         with self.lock:
-            self.ahead.keep(keys_of(uses), rows, np.array(list(uses.values())))
+            self.ahead.keep(keys_of(uses), rows, None, np.array(list(uses.values())))
 
     def overwrite(self, version: int, *keys: int) -> None:
         with self.lock:

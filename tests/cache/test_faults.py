@@ -33,9 +33,9 @@ class Failing:
         self._step()
         return self.inner.read(keys, out)
 
-    def write(self, keys: Any, rows: Any) -> None:
+    def write(self, keys: Any, rows: Any, slots: Any) -> None:
         self._step()
-        self.inner.write(keys, rows)
+        self.inner.write(keys, rows, slots)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -118,7 +118,7 @@ class ReadAheadMachine(RuleBasedStateMachine):
         uses = np.array([self.next_use(key) for key in keys], np.int64)
         for key in keys:
             del self.memory[key]
-        self.ahead.keep(np.array(keys, np.uint64), np.ascontiguousarray(rows), uses)
+        self.ahead.keep(np.array(keys, np.uint64), np.ascontiguousarray(rows), None, uses)
 
     def write(self, keys: Any) -> None:
         self.clock = self.clock % 250 + 1

@@ -1,4 +1,4 @@
-"""Reads into chosen slots, and the places of rows, as every registered engine gives them."""
+"""Reads into chosen slots, writes from them, and the places of rows, as every engine gives them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,23 @@ def test_slots_of_no_rows_and_of_every_row(opened):
     assert np.array_equal(out[4:], make_rows(KEYS, 272))
 
 
+def test_rows_come_from_the_slots_that_are_named(opened):
+    """Also more rows than are copied at a time, and few of many."""
+    store = opened()
+    keys = make_keys(1, np.random.default_rng(0).permutation(2000)[:700])
+    slots = np.random.default_rng(1).permutation(900)[:700].astype(np.int32)
+    rows = np.full((900, 272), 0xEE, np.uint8)
+    rows[slots] = make_rows(keys, 272)
+    store.write(keys, rows, slots)
+    assert_holds(store, 1, keys & np.uint64(0xFFFF))
+    store.write(keys[:0], rows, slots[:0])
+    rows[slots[:2]] = make_rows(keys[:2], 272, version=1)
+    store.write(keys[:2], rows, slots[:2])
+    assert_holds(store, 1, keys[:2] & np.uint64(0xFFFF), version=1)
+    assert_holds(store, 1, keys[2:] & np.uint64(0xFFFF))
+    assert store.stats().written_rows == 702
+
+
 @pytest.mark.parametrize(
     ("slots", "text"),
     [
@@ -68,6 +85,9 @@ def test_wrong_slots_are_named_and_change_nothing(opened, slots, text):
     with pytest.raises(InputError, match=text):
         store.read(KEYS, out, slots)
     assert (out == 0xEE).all()
+    with pytest.raises(InputError, match=text.replace("out", "rows")):
+        store.write(KEYS, out, slots)
+    assert_holds(store, 1, range(4))
 
 
 def assert_places(store, table, ids, engine):

@@ -183,7 +183,7 @@ class UnreadAhead(ReadAhead):
     def lookup_begun(self, seq: int) -> None:
         return
 
-    def keep(self, keys: Keys, rows: RowBytes, next_use: NDArray[np.int64]) -> None:
+    def keep(self, keys: Keys, rows: RowBytes, slots: Slots | None, next_use: NDArray[np.int64]) -> None:
         return
 
     def wait(self, seq: int) -> None:

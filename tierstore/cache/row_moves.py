@@ -18,7 +18,7 @@ from tierstore.errors import TierFullError
 
 logger = logging.getLogger("tierstore")
 
-_PIECE = 1 << 13  # rows that are handed to the store at a time
+_PIECE = 1 << 13  # rows that are copied for the store at a time
 
 
 class RowMoves:
@@ -74,7 +74,8 @@ class RowMoves:
         # A row that was stored and then stays does no harm; in an exclusive tier the row would exist twice.
         slots, keys, dirty, next_use = departures
         below = self.stack.lower[0] if self.stack.lower else None
-        step = len(slots) if below is not None and below.exclusive else _PIECE
+        whole = below is not None and (below.exclusive or below.takes(self.fast.rows))
+        step = len(slots) if whole else _PIECE
         for begin in range(0, len(slots), max(1, step)):
             part = slice(begin, begin + step)
             some = slots[part], keys[part], dirty[part], next_use[part]

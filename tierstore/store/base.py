@@ -195,14 +195,16 @@ class StoreBase(ABC):
             self._sizes.check_keys(keys)
             return keys
 
-    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+    def write(
+        self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> None:
         with self._lock:
             self._check_writable()
-            self._sizes.check(keys, rows, "rows")
+            self._sizes.check(keys, rows, "rows", slots)
             if len(keys):
-                self._write(keys, rows)
+                self._write(keys, rows if slots is None else rows[slots])
                 self._written_rows += len(keys)
-                self._written_bytes += rows.size
+                self._written_bytes += len(keys) * rows.shape[1]
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         with self._lock:

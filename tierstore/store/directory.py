@@ -195,8 +195,10 @@ class DirectoryStore(RowStore):
     def places(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return self._engine().places(keys)
 
-    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        self._engine().write(keys, rows)
+    def write(
+        self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> None:
+        self._engine().write(keys, rows, slots)
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self._while_locked(self._engine().keys(table))

@@ -164,9 +164,11 @@ class NativeStore:
         self._sizes.check_keys(keys)
         return self._core.places(keys)
 
-    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        self._sizes.check(keys, rows, "rows")
-        self._core.write(keys, rows)
+    def write(
+        self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> None:
+        self._sizes.check(keys, rows, "rows", slots)
+        self._core.write(keys, rows, slots)
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         self._sizes.of_table(table)

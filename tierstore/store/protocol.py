@@ -151,9 +151,12 @@ class RowStore(Protocol):
         """
         ...
 
-    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+    def write(
+        self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> None:
         """Store ``rows``, uint8 (n, row_bytes), under ``keys``, uint64 (n,) without repeats.
 
+        With ``slots``, int32 (n,), row i is ``rows[slots[i]]``, and ``rows`` may have any number of rows.
         The newest version wins. :meth:`read` sees it at once; the next :meth:`commit` makes it durable. The
         arrays are free for reuse when the call returns.
         """

@@ -95,6 +95,14 @@ class MovingRows:
         """Return the rows in memory of the host."""
         return self if self.at is None else replace(self, rows=self.at.copied(), at=None)
 
+    def source(self) -> tuple[RowBytes, Slots | None]:
+        """Return an array of this machine's memory that has the rows, and their indices in it (None: all, in
+        order)."""
+        if self.at is None:
+            return self.rows, None
+        assert isinstance(self.at.rows, _core.HostRows)
+        return self.at.rows.array, self.at.slots
+
     def converted(self, codec: Codec | None) -> MovingRows:
         """Return the rows in the form ``codec``."""
         if codec is self.codec:

@@ -189,9 +189,9 @@ class ReadAhead:
         if self._rows is not None:
             self._rows.discard(keys)
 
-    def keep(self, keys: Keys, rows: RowBytes, next_use: NDArray[np.int64]) -> None:
+    def keep(self, keys: Keys, rows: RowBytes, slots: Slots | None, next_use: NDArray[np.int64]) -> None:
         """Keep copies of rows that leave memory and that announced lookups use; the store has these
-        versions."""
+        versions. ``slots``: the index in ``rows`` of each key's row (None: all, in order)."""
         if self._closed:
             return
         wanted = np.flatnonzero((next_use > self._horizon.last_begun) & (next_use < NEVER))
@@ -206,7 +206,8 @@ class ReadAhead:
         for later in (past, wanted[~soon]):
             self._queue(keys[later], next_use[later])
         if len(kept):
-            _core.HostRows.view(held.rows).copy_in(held.add(keys[kept]), rows, kept.astype(np.int32))
+            source = kept.astype(np.int32) if slots is None else slots[kept]
+            _core.HostRows.view(held.rows).copy_in(held.add(keys[kept]), rows, source)
 
     def _held(self) -> _core.HeldRows:
         """Return the rows; ``ConfigError`` when the system refuses the address space."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tierstore import _core
+from tierstore.cache.device import DeviceRows
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.codec import Codec
@@ -104,6 +106,9 @@ class StoreTier(LastingTier):
     def holds(self, keys: Keys) -> Flags:
         return self._read(keys, self._fetched.take(len(keys)))
 
+    def takes(self, rows: DeviceRows) -> bool:
+        return self.codec is None and isinstance(rows, _core.HostRows)
+
     def take(self, found: FoundRows) -> None:
         self._stats.counters.read_ahead_rows += found.read_ahead
         self._taken = int(found.here.sum())
@@ -114,15 +119,15 @@ class StoreTier(LastingTier):
         changed = rows.dirty.astype(bool)
         dirty = rows if changed.all() else rows.part(changed)
         if len(dirty.keys):
-            self.write(dirty.keys, dirty.rows)
+            self.write(dirty.keys, *dirty.source())
         if self.ahead is not None:
-            self.ahead.keep(rows.keys, rows.rows, rows.next_use)
+            self.ahead.keep(rows.keys, *rows.source(), rows.next_use)
 
-    def write(self, keys: Keys, rows: RowBytes) -> None:
+    def write(self, keys: Keys, rows: RowBytes, slots: Slots | None = None) -> None:
         if self.ahead is not None:
             self.ahead.rows_overwritten(keys)
         with self._stats.blocked():
-            self.store.write(keys, rows)
+            self.store.write(keys, rows, slots)
         self._stats.counters.written_rows += len(keys)
         self._stats.uncommitted_rows += len(keys)
 
