@@ -41,7 +41,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     | {"_core", "placement", "default_planner", "rounds", "sparse", "optim", "store", "cache", "modules"}
     | {"pipeline"},
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
-    "data": BASICS | {"sparse", "modules"},
+    "data": BASICS | {"cache_policies", "sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
     "simulation": BASICS
     | {
