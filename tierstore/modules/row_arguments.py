@@ -7,27 +7,34 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tierstore.errors import InputError
 from tierstore.optim import OptimizerSpec
 
 
+def on_host(values: object) -> Tensor:
+    """Return a tensor, or numbers in lists, in memory of the host, whatever torch's default device is."""
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    return tensor.detach().cpu()
+
+
 def checked_row_ids(ids: object) -> NDArray[np.int64]:
     """Return ``ids`` as int64 (n,). Raises InputError unless they are 1-D and int64 or int32."""
     try:
-        tensor = torch.as_tensor(ids, device="cpu")
+        tensor = on_host(ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"ids must be a 1-D tensor of integers: {error}") from None
     if isinstance(ids, list) and not ids:
         tensor = tensor.long()
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
         raise InputError(f"ids must be a 1-D int64 or int32 tensor, not {tensor.dim()}-D {tensor.dtype}")
-    return tensor.detach().to(torch.int64).numpy()
+    return tensor.to(torch.int64).numpy()
 
 
 def float_matrix(name: str, tensor: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return ``tensor`` as contiguous float32. Raises InputError, which says ``name``, for another shape."""
-    value = torch.as_tensor(tensor, device="cpu").detach()
+    value = on_host(tensor)
     if tuple(value.shape) != shape:
         raise InputError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
     return value.to(torch.float32).contiguous().numpy()

@@ -11,6 +11,7 @@ from torch import Tensor
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.left_out import is_large
+from tierstore.modules.row_arguments import on_host
 
 _CHANGED = "change them by weight[ids] = rows, by weight.copy_(rows) or by load_rows()"
 _NO_GRADIENT = (
@@ -95,7 +96,7 @@ class TableWeight:
     def __setitem__(self, ids: object, rows: object) -> None:
         """Write rows; one row is written to all ids."""
         chosen = self._ids([range(len(self))[ids]] if isinstance(ids, int) else ids)
-        values = torch.as_tensor(rows, dtype=self.dtype, device="cpu").detach()
+        values = on_host(rows).to(self.dtype)
         self._holder.load_rows(chosen, values.expand(len(chosen), self.shape[1]))
 
     def copy_(self, rows: object) -> TableWeight:
@@ -136,7 +137,7 @@ class TableWeight:
     def _ids(self, ids: object) -> Tensor:
         if isinstance(ids, slice):
             return torch.arange(*ids.indices(len(self)), device="cpu")
-        return torch.as_tensor(ids, device="cpu").detach()
+        return on_host(ids)
 
     def _rows(self, ids: object) -> Tensor:
         return self._holder.rows(ids).to(self.device)
