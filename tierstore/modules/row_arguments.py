@@ -13,10 +13,13 @@ from tierstore.errors import InputError
 from tierstore.optim import OptimizerSpec
 
 
-def on_host(values: object) -> Tensor:
-    """Return a tensor, or numbers in lists, in memory of the host, whatever torch's default device is."""
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-    return tensor.detach().cpu()
+def on_host(values: object, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor, or numbers in lists, in memory of the host, whatever torch's default device is.
+
+    ``dtype``: of the result; None for that of a tensor, or for integers."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu().to(dtype or values.dtype)
+    return torch.as_tensor(values, dtype=dtype, device="cpu").detach()
 
 
 def checked_row_ids(ids: object) -> NDArray[np.int64]:
@@ -34,10 +37,10 @@ def checked_row_ids(ids: object) -> NDArray[np.int64]:
 
 def float_matrix(name: str, tensor: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return ``tensor`` as contiguous float32. Raises InputError, which says ``name``, for another shape."""
-    value = on_host(tensor)
+    value = on_host(tensor, torch.float32)
     if tuple(value.shape) != shape:
         raise InputError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
-    return value.to(torch.float32).contiguous().numpy()
+    return value.contiguous().numpy()
 
 
 def state_matrix(

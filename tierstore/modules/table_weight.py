@@ -96,7 +96,7 @@ class TableWeight:
     def __setitem__(self, ids: object, rows: object) -> None:
         """Write rows; one row is written to all ids."""
         chosen = self._ids([range(len(self))[ids]] if isinstance(ids, int) else ids)
-        values = on_host(rows).to(self.dtype)
+        values = on_host(rows, self.dtype)
         self._holder.load_rows(chosen, values.expand(len(chosen), self.shape[1]))
 
     def copy_(self, rows: object) -> TableWeight:
