@@ -66,6 +66,16 @@ def test_rows_come_from_the_slots_that_are_named(opened):
     assert store.stats().written_rows == 702
 
 
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 255, 256, 257, 511, 512, 513])
+def test_as_many_rows_as_are_copied_or_fetched_at_a_time(opened, count):
+    """The native store copies 256 rows at a time, and fetches the row that is six rows ahead."""
+    store = opened()
+    keys, slots = make_keys(1, range(count)), np.arange(count, dtype=np.int32)[::-1].copy()
+    rows = make_rows(keys, 272)[::-1].copy()
+    store.write(keys, rows, slots)
+    assert_holds(store, 1, range(count))
+
+
 @pytest.mark.parametrize(
     ("slots", "text"),
     [

@@ -24,10 +24,9 @@ from tierstore.store.files import (
     parse_json,
     read_regular,
     store_errors,
-    walk_files,
     write_atomically,
 )
-from tierstore.store.identity import DEVICE_FILE, FILE_NAME, StoredDevice, StoreIdentity
+from tierstore.store.identity import DEVICE_FILE, FILE_NAME, StoredDevice, StoreIdentity, has_files
 from tierstore.store.lock import LOCK, FolderLock, lock_for_writing, share_lock
 
 StorePath: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -145,7 +144,7 @@ class FurtherFolders:
             elif own.id in listed:
                 seen[own.id] = folder
                 continue
-            elif _has_files(folder / self._engine):
+            elif has_files(folder / self._engine):
                 raise StoreMismatchError(
                     f"{folder} holds rows of the store in {self._first}, which does not list it: the two are "
                     "not from one moment; restore all folders from one copy"
@@ -242,10 +241,6 @@ def _check_empty(folder: Path) -> None:
             f"{folder} is no device of a store and not empty (it has {', '.join(foreign[:3])}"
             f"{', …' if len(foreign) > 3 else ''}); give an empty or new folder"
         )
-
-
-def _has_files(folder: Path) -> bool:
-    return folder.exists() and any(True for _ in walk_files(folder))
 
 
 def _read(folder: Path) -> _Membership | None:

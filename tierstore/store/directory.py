@@ -79,7 +79,7 @@ def open_store(
         if len(folders) == 1:
             folders = recorded_folders(folders[0], own)
         if not (folders[0] / own.engine).is_dir():
-            own = replace(own, opened=True)  # whoever makes a store knows its tables
+            own = replace(own, opened=True)  # only a call with engine and tables finishes a creation
         identities.check_has_rows(folders[0], own)
         engine = own.engine if engine is None else engine
         tables = own.tables if tables is None else tables
