@@ -95,6 +95,9 @@ CASES: dict[str, Case] = {
     "one id each": (bag, lambda seed: (ids(12, seed).view(12, 1),)),
     "padding": (lambda: bag(padding_idx=3), lambda seed: (ids(40, seed).view(4, 10),)),
     "many ids": (bag, lambda seed: (ids(70_000, seed).view(700, 100),)),
+    "bags that lie apart": (bag, lambda seed: (ids(48, seed).view(8, 6)[::2, ::2],)),
+    "offsets that lie apart": (bag, lambda seed: (ids(18, seed)[::2], torch.tensor([0, 8, 2, 8, 7])[::2])),
+    "rows that lie apart": (embedding, lambda seed: (ids(18, seed)[::2],)),
     "no ids": (bag, lambda seed: (ids(0, seed), torch.tensor([0, 0]))),
     "no bags": (bag, lambda seed: (ids(0, seed), torch.tensor([], dtype=torch.int64))),
     "fp16": (lambda: bag(dtype=torch.float16), lambda seed: (ids(12, seed).view(4, 3),)),
@@ -165,6 +168,20 @@ def test_outputs_rows_and_counters_are_those_of_lookups_step_by_step(name: str) 
     assert stats["announce_seconds"] > 0
     assert stats["plan_seconds"] > 0
     assert stats["compute_seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["offsets", "rows of ids", "keys with offsets", "rows", "sequences"])
+def test_a_torch_without_dlpacks_exchange(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, arguments = CASES[name]
+    module: Any = build()
+    for seed in (0, 1):
+        values(module(*arguments(seed))).sum().backward()
+    expected = values(module(*arguments(0)))
+    monkeypatch.delattr(Tensor, "__dlpack_c_exchange_api__")
+    found = values(module(*arguments(0)))
+    assert made_at_once(expected)
+    assert not made_at_once(found)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("count", [511, 512, 513])
